@@ -1,0 +1,1 @@
+"""A swarm of office PCs that together run one large language model."""

@@ -1,0 +1,1 @@
+"""Floor 5. OpenAI-compatible HTTP and status."""

@@ -1,0 +1,1 @@
+"""Floor 6. The command line: parse, build, run."""

@@ -1,0 +1,1 @@
+"""Floor 4. Sessions and scheduling: whoever takes a prompt runs this."""

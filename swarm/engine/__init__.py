@@ -1,0 +1,1 @@
+"""Floor 2. Runs a shard: paged, timed; sampling."""

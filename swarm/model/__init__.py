@@ -1,0 +1,1 @@
+"""Floor 1. Sources, IR, layer map, shard, layer store, tokenizer."""

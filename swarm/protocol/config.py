@@ -1,0 +1,81 @@
+"""What a person can set: the command line and `SWARM_…` environment end in one frozen `Settings`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from swarm.protocol.errors import UsageError
+from swarm.protocol.limits import MAX_NAME_CHARS
+
+DEFAULT_PORT = 7420
+"""Links listen here; the next free port where it is taken and none was named."""
+
+DEFAULT_API_PORT = 7480
+"""The HTTP API listens here, on loopback; likewise."""
+
+DEFAULT_SWARM = "swarm"
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
+_NAME = re.compile(r"[\w .()+-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """One node's settings. None means: the default, chosen when the node starts."""
+
+    home: Path
+    model: str | None = None
+    name: str | None = None
+    memory_bytes: int | None = None
+    port: int | None = None
+    api_port: int | None = None
+    swarm: str = DEFAULT_SWARM
+    code: str | None = None
+    open: bool = False
+    peers: tuple[tuple[str, int], ...] = ()
+    interfaces: tuple[str, ...] = ()
+    device: str | None = None
+    headless: bool = False
+
+
+def parse_size(text: str) -> int:
+    """``8GB``, ``6.5 GiB``, ``900m``: bytes. K, M, G, T are powers of 1,000; Ki, Mi, Gi, Ti of 1,024."""
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise UsageError("cannot read a size", expected="a number and a unit, such as 8GB or 512MiB", found=repr(text))
+    number, unit, binary = match.groups()
+    base = 1024 if binary else 1000
+    size = int(float(number) * base ** " kmgt".index(unit.lower() or " "))
+    if size <= 0:
+        raise UsageError("a size must be positive", expected="such as 8GB", found=repr(text))
+    return size
+
+
+def parse_port(text: str) -> int:
+    """A TCP port, 1 to 65535."""
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 65535:
+        raise UsageError("port out of range", expected="1 to 65535", found=repr(text))
+    return int(text)
+
+
+def parse_peer(text: str) -> tuple[str, int]:
+    """``HOST:PORT``, ``HOST`` (the default port), ``[V6]:PORT``."""
+    host, separator, port = text.rpartition(":")
+    if (text.startswith("[") and text.endswith("]")) or not separator or (":" in host and not host.startswith("[")):
+        host, separator, port = text, "", ""
+    host = host.strip("[]")
+    if not host or any(c.isspace() for c in host):
+        raise UsageError("cannot read a peer", expected="HOST:PORT", found=repr(text))
+    return host, parse_port(port) if separator else DEFAULT_PORT
+
+
+def parse_name(text: str) -> str:
+    """A node's or a swarm's name: letters, digits, spaces and ``. _ - + ( )``."""
+    name = text.strip()
+    if not name or len(name) > MAX_NAME_CHARS or _NAME.fullmatch(name) is None:
+        raise UsageError(
+            "bad name", expected=f"1 to {MAX_NAME_CHARS} letters, digits, spaces or .-_+()", found=repr(text)[:80]
+        )
+    return name

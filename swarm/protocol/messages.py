@@ -1,0 +1,332 @@
+"""Everything that travels between nodes: frozen messages with append-only tags.
+
+A tag is never reused and a field is only ever added at the end, with a default. `codec` turns messages into frames;
+`docs/protocol.md` describes them for people, and a test holds the two together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import ClassVar, TypeAlias
+
+from swarm.protocol.ids import BlobId, Epoch, NodeId, SessionId
+from swarm.protocol.plan import Plan
+from swarm.protocol.sampling import SamplingParams
+from swarm.protocol.tensors import Array
+
+# --- handshake: the first frames of a link, in this order -----------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """Dialler to listener, first: who I am, and a challenge."""
+
+    TAG: ClassVar[int] = 1
+    protocol: int
+    software: str
+    swarm: str
+    node: NodeId
+    name: str
+    certificate: bytes
+    """DER. The listener checks that `node` is its hash and that `Proof.signature` was made with its key."""
+    nonce: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Challenge:
+    """Listener to dialler: the listener's half. Its certificate is the one TLS showed."""
+
+    TAG: ClassVar[int] = 2
+    protocol: int
+    software: str
+    swarm: str
+    node: NodeId
+    name: str
+    nonce: bytes
+    open: bool
+    """True where the swarm runs without a secret."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """Dialler to listener: knows the secret, owns the certificate."""
+
+    TAG: ClassVar[int] = 3
+    digest: bytes
+    signature: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """Listener to dialler: knows the secret too. The link is up."""
+
+    TAG: ClassVar[int] = 4
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Goodbye:
+    """Either way, any time: the link is closed for this reason."""
+
+    TAG: ClassVar[int] = 5
+    reason: str
+    retry: bool = True
+    """False where dialling again cannot help: another version, another swarm, a wrong code."""
+
+
+# --- membership -----------------------------------------------------------------------------------------------------
+
+
+class MemberState(IntEnum):
+    """memberlist's terms, and `LEAVING`: still serving, wants to be planned out."""
+
+    ALIVE = 1
+    SUSPECT = 2
+    DEAD = 3
+    LEFT = 4
+    LEAVING = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """What a node says of itself. Only the node itself raises `version`; the highest (incarnation, version) wins."""
+
+    TAG: ClassVar[int] = 10
+    node: NodeId
+    name: str
+    incarnation: int
+    """Counts the node's starts; kept on its disk."""
+    version: int
+    """Counts the changes within one incarnation."""
+    state: MemberState
+    addresses: tuple[str, ...]
+    """``host:port`` of its links, most likely first."""
+    memory_bytes: int
+    """What the swarm may use here for weights and KV."""
+    device: str
+    speed: float
+    """Weights streamed through one decode step, bytes per second, measured on `device`."""
+    model: BlobId | None
+    """The manifest this node can hand out, where it has one."""
+    model_name: str
+    wanted: str
+    """The model named with ``--model``; empty where the swarm's will do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """The sender's whole view; sent when a link comes up and when the view changes."""
+
+    TAG: ClassVar[int] = 11
+    members: tuple[Member, ...]
+    plan: Plan
+    """The plan the sender runs, so a newcomer learns the epoch at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    TAG: ClassVar[int] = 12
+    sent_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pong:
+    TAG: ClassVar[int] = 13
+    sent_ns: int
+    """The ping's, so that the round trip needs no table."""
+
+
+# --- forming the ring -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """Proposer to all members: fetch, compile and warm up your stage of this plan; go on with the old one."""
+
+    TAG: ClassVar[int] = 20
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Stage to proposer: I can run my stage of this epoch."""
+
+    TAG: ClassVar[int] = 21
+    epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareFailed:
+    TAG: ClassVar[int] = 22
+    epoch: Epoch
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Proposer to all members: from now on this plan."""
+
+    TAG: ClassVar[int] = 23
+    plan: Plan
+
+
+class Phase(IntEnum):
+    """What a node is busy with before it can serve."""
+
+    IDLE = 0
+    DOWNLOAD = 1
+    CONVERT = 2
+    FETCH = 3
+    COMPILE = 4
+    WARM_UP = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Node to all: for every screen. Bytes or steps; `total` 0 where it is not known."""
+
+    TAG: ClassVar[int] = 24
+    node: NodeId
+    phase: Phase
+    label: str
+    done: int
+    total: int
+    rate: float
+    """Per second."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageReport:
+    """Node to all, about once a second while the ring serves: for every screen and for the next plan."""
+
+    TAG: ClassVar[int] = 25
+    node: NodeId
+    epoch: Epoch
+    step_ms: float
+    """Median time of a forward that decodes."""
+    hop_ms: float
+    """Median time from the end of a forward to its arrival at the next stage, half the round trip counted."""
+    rows_per_second: float
+    tokens_per_second: float
+    """Answered by this node's own sessions."""
+    sessions: int
+    """Run by this node as coordinator."""
+    waiting: int
+    """Segments in this stage's queue."""
+    memory_bytes: int
+    """Resident memory of the process."""
+
+
+# --- inference ------------------------------------------------------------------------------------------------------
+
+
+class RowKind(IntEnum):
+    """Which attention kernel a position was computed with; part of the token log, repeated by a replay."""
+
+    PREFILL = 1
+    """Several rows of one subsequence."""
+    DECODE = 2
+    """Sibling rows, each its own subsequence of one row: decoding, and verify windows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Run these rows of a session through your layers and pass them on.
+
+    The stage first brings its cache for the session to exactly `start` positions: a smaller `start` than before is a
+    rewind, 0 is a new beginning. A segment of an old epoch, or of an older attempt than one already seen, is dropped.
+    """
+
+    TAG: ClassVar[int] = 30
+    session: SessionId
+    coordinator: NodeId
+    epoch: Epoch
+    attempt: int
+    start: int
+    """Absolute position of the first row."""
+    kind: RowKind
+    tokens: tuple[int, ...]
+    """Ids of the rows; they go all the way, the last stage keeps them for the penalties."""
+    wanted: int
+    """How many of the last rows get a token drawn after them: 0 for an inner prefill chunk."""
+    sampling: SamplingParams
+    hidden: Array | None = None
+    """``[rows, hidden]`` f32 from the stage before; None at stage 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Last stage straight to the coordinator: the tokens that follow the wanted rows."""
+
+    TAG: ClassVar[int] = 31
+    session: SessionId
+    epoch: Epoch
+    attempt: int
+    position: int
+    """Absolute position of the first drawn token: that of its row plus one."""
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A stage to the coordinator: this segment was not run, and why."""
+
+    TAG: ClassVar[int] = 32
+    session: SessionId
+    epoch: Epoch
+    attempt: int
+    reason: str
+    fatal: bool
+    """True where trying again cannot help: the session ends. False where a new epoch will mend it."""
+
+
+@dataclass(frozen=True, slots=True)
+class CloseSession:
+    """Coordinator to every stage: free what you hold for it."""
+
+    TAG: ClassVar[int] = 33
+    session: SessionId
+
+
+Message: TypeAlias = (
+    Hello
+    | Challenge
+    | Proof
+    | Welcome
+    | Goodbye
+    | Members
+    | Ping
+    | Pong
+    | Prepare
+    | Prepared
+    | PrepareFailed
+    | Commit
+    | Progress
+    | StageReport
+    | Segment
+    | Drawn
+    | Refused
+    | CloseSession
+)
+
+MESSAGE_TYPES: tuple[type[Message], ...] = (
+    Hello,
+    Challenge,
+    Proof,
+    Welcome,
+    Goodbye,
+    Members,
+    Ping,
+    Pong,
+    Prepare,
+    Prepared,
+    PrepareFailed,
+    Commit,
+    Progress,
+    StageReport,
+    Segment,
+    Drawn,
+    Refused,
+    CloseSession,
+)

@@ -1,0 +1,1 @@
+"""Floor 3. Discovery, membership, plan, links, the stage worker."""

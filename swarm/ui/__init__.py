@@ -1,0 +1,1 @@
+"""Floor 5. Dashboard and chat: draws frozen snapshots, decides nothing."""
