@@ -1,0 +1,41 @@
+"""The door between the ring (below) and the coordinator (above): what each may ask of the other."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from swarm.protocol.ids import NodeId
+from swarm.protocol.messages import Drawn, Message, Refused
+from swarm.protocol.plan import Plan
+
+
+class RingListener(Protocol):
+    """Called by the ring from the event loop; must return at once."""
+
+    def plan_changed(self, plan: Plan) -> None:
+        """A new plan is in force. Caches of older epochs are gone: sessions replay their token log."""
+
+    def drawn(self, message: Drawn) -> None:
+        """The last stage drew tokens for one of our sessions."""
+
+    def refused(self, message: Refused) -> None:
+        """A stage did not run one of our segments."""
+
+
+class RingPort(Protocol):
+    @property
+    def node(self) -> NodeId:
+        """Our own id."""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force; `plan.NO_PLAN` before the first."""
+
+    async def send(self, to: NodeId, message: Message) -> None:
+        """Hand `message` to a node, ourselves included. Waits for room in the link's queue.
+
+        Raises `LinkClosedError` where there is no link, `DeadlineError` where it takes too long.
+        """
+
+    def attach(self, listener: RingListener) -> None:
+        """From now on tell `listener`; one at a time."""
