@@ -48,7 +48,7 @@ MAX_ADDRESSES = 16
 
 _MDNS_GROUP = "224.0.0.251"
 _TTL_S = 120
-_FINGERPRINT = re.compile(r"[0-9a-f]{0,64}")
+_FINGERPRINT = re.compile(r"[0-9a-z]{1,64}")
 _NAME_BYTES = 240  # one TXT string holds 255 bytes, key included
 
 
@@ -66,7 +66,7 @@ class Announcement:
     name: str
     swarm: str
     fingerprint: str
-    """Of the swarm's secret, in hex; empty in an open swarm."""
+    """Of the swarm's secret (`pairing.fingerprint`)."""
     port: int
     state: DiscoveredState = DiscoveredState.FOUNDING
     protocol: int = PROTOCOL_VERSION
@@ -155,7 +155,7 @@ def read_peer(
         raise ProtocolError("bad protocol version", expected="a number", found=repr(protocol)[:40])
     fingerprint = _text(txt, b"fp")
     if _FINGERPRINT.fullmatch(fingerprint) is None:
-        raise ProtocolError("bad fingerprint", expected="up to 64 hex digits", found=repr(fingerprint)[:40])
+        raise ProtocolError("bad fingerprint", expected="1 to 64 letters and digits", found=repr(fingerprint)[:40])
     try:
         state = DiscoveredState(_text(txt, b"st"))
     except ValueError:
