@@ -66,6 +66,24 @@ MAX_PROMPT_CHARS = 1_000_000
 MAX_API_BODY_BYTES = 8 * 1024 * 1024
 """A request to the HTTP API."""
 
+MAX_API_ANSWERS = 32
+"""Chat completions that one node's HTTP API runs at once; more get 429. Each is one session of the ring."""
+
+MAX_API_MESSAGES = 4096
+"""Turns in one request to the HTTP API."""
+
+MAX_STOP_STRINGS = 16
+"""Stop strings of one request; each is looked for in every piece of text."""
+
+MAX_STOP_CHARS = 256
+"""One stop string: that much text is held back while it may still become one."""
+
+API_READ_TIMEOUT_S = 30.0
+"""A request whose body takes longer is refused."""
+
+API_WRITE_TIMEOUT_S = 60.0
+"""A client that reads nothing for this long while its answer waits loses it."""
+
 HANDSHAKE_TIMEOUT_S = 10.0
 """From the accepted socket to the last handshake message."""
 
@@ -89,3 +107,18 @@ DRAIN_TIMEOUT_S = 20.0
 
 MAX_DISCOVERED_PEERS = 512
 """mDNS answers that are remembered; more are ignored. Worst memory: about 1 KB each."""
+
+MAX_CERTIFICATE_BYTES = 4096
+"""A peer's certificate, DER. Ours have about 300."""
+
+NONCE_BYTES = 32
+"""Each side's challenge in the handshake, exactly."""
+
+MAX_HALF_OPEN_LINKS = 32
+"""Links whose dialler has not proved itself yet; more are refused. Worst memory: one frame of MAX_TENSOR_BYTES each."""
+
+MAX_HALF_OPEN_LINKS_PER_ADDRESS = 8
+"""Of these, from one address, so that one PC cannot keep the others out."""
+
+MAX_REASON_CHARS = 512
+"""Of a peer's reason, what is shown."""

@@ -31,6 +31,13 @@ class MemberView:
     waiting: int = 0
     resident_bytes: int = 0
 
+    @property
+    def seconds_left(self) -> float | None:
+        """Of `phase` at its present rate; None where that is not known."""
+        if self.phase is Phase.IDLE or self.total <= 0 or self.rate <= 0:
+            return None
+        return max(0, self.total - self.done) / self.rate
+
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
