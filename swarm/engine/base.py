@@ -1,0 +1,53 @@
+"""The interface every engine has: a batch of segments in, hidden rows or drawn tokens out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from swarm.protocol.ids import SessionId
+from swarm.protocol.messages import Segment
+from swarm.protocol.tensors import Array
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What came of one segment. `hidden` and `drawn` are this output's own memory, not views of the engine's."""
+
+    hidden: Array | None = None
+    """``[rows, hidden]`` f32 for the next stage; None after the last layer."""
+    drawn: tuple[int, ...] = ()
+    """After the last layer: one token for each wanted row."""
+
+
+class Engine(Protocol):
+    """Runs one shard. Not thread-safe: whoever owns it calls from one thread at a time.
+
+    A segment's `start` says where its session's cache must stand; the engine brings it there, so there is no rewind, no
+    reset and no mask in the interface.
+    """
+
+    @property
+    def max_rows(self) -> int:
+        """Rows that one batch may hold in all."""
+
+    @property
+    def free_tokens(self) -> int:
+        """Positions of KV cache that are not taken."""
+
+    def run(self, batch: Sequence[Segment]) -> list[Output]:
+        """Run all segments in one forward; blocking. At most one segment of each session.
+
+        Raises `CapacityError` where the KV cache is full and `SessionError` where a segment starts behind what its
+        session's cache holds; then nothing was run and the caches are as before.
+        """
+
+    def check(self, segment: Segment) -> None:
+        """Raise what `run` would raise for this segment alone; cheap."""
+
+    def close_session(self, session: SessionId) -> None:
+        """Free what is held for `session`; unknown ones are ignored."""
+
+    def close(self) -> None:
+        """Free everything. The engine cannot be used again."""

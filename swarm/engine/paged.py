@@ -1,0 +1,259 @@
+"""The paged engine: rows of many sessions in one forward, KV cache in blocks.
+
+What makes its results equal, bit for bit, to plain decoding by the whole model, for any cut, batch mix, window and
+history of rewinds (each rule has a test that fails without it):
+
+1. The cache is f16 (see `devices`).
+2. DECODE rows go in as siblings: each row is its own subsequence of one row over the same block table. The attention
+   kernel for one query row differs in the last bits from the one for several.
+3. Never a forward of one row: the matrix kernel for one row differs too. A scratch row pads it, in body and head.
+4. The hidden input has its static size (see `_restore_hidden_size`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import openvino as ov
+from openvino import opset13 as ops
+from openvino._offline_transformations import paged_attention_transformation
+
+from swarm.engine.base import Output
+from swarm.engine.blocks import BlockPool, BlockTable
+from swarm.engine.devices import profile
+from swarm.engine.sampling import draw
+from swarm.model.cut import HIDDEN_INPUT, LOGITS_OUTPUT
+from swarm.model.layers import TOKENS_INPUT
+from swarm.protocol.errors import CapacityError, DeviceError
+from swarm.protocol.ids import SessionId
+from swarm.protocol.messages import RowKind, Segment
+from swarm.protocol.tensors import Array
+
+MIN_ROWS = 2
+"""Of a forward, and of the head's rows in it (rule 3)."""
+
+MAX_ROWS = 1024
+"""Of a forward. More rows add little speed and much working memory."""
+
+_HEAD_ROWS = "head_rows"
+
+
+class PagedEngine:
+    """Implements `base.Engine` on any shard that the paged-attention pass takes."""
+
+    def __init__(self, shard: ov.Model, device: str, kv_tokens: int, threads: int | None = None) -> None:
+        """Compile `shard` (which is used up) for `device` with room for `kv_tokens` positions; blocking, seconds.
+
+        `threads` limits the CPU threads of inference. Raises `DeviceError` where the device refuses.
+        """
+        settings = profile(device)
+        self._device = device
+        self._last = shard.outputs[0].get_any_name() == LOGITS_OUTPUT
+        self._first = any(TOKENS_INPUT in port.get_names() for port in shard.inputs)
+        self._hidden_size = 0 if self._first else _hidden_size(shard)
+        properties = dict(settings.properties)
+        if threads is not None and device == "CPU":
+            properties["INFERENCE_NUM_THREADS"] = threads
+        try:
+            paged_attention_transformation(shard)
+            if not self._first:
+                _restore_hidden_size(shard, self._hidden_size)
+            if self._last:
+                _gather_head_rows(shard)
+            shard.validate_nodes_and_infer_types()
+            self._compiled = ov.Core().compile_model(shard, device, properties)
+        except RuntimeError as error:
+            raise DeviceError(f"{device} cannot compile the shard", found=_first_line(error)) from None
+        self._pool = BlockPool(-(-kv_tokens // settings.block_tokens), settings.block_tokens)
+        self._request = self._compiled.create_infer_request()
+        self._caches = self._allocate_caches()
+        self._has_positions = any("position_ids" in port.get_names() for port in self._compiled.inputs)
+
+    @property
+    def max_rows(self) -> int:
+        return MAX_ROWS
+
+    @property
+    def free_tokens(self) -> int:
+        return self._pool.free_blocks * self._pool.size
+
+    def check(self, segment: Segment) -> None:
+        if len(segment.tokens) > MAX_ROWS:
+            raise CapacityError(
+                "a segment too large", expected=f"at most {MAX_ROWS} rows", found=str(len(segment.tokens))
+            )
+        need = self._pool.check(segment.session, segment.start, len(segment.tokens))
+        if need > self._pool.blocks:
+            raise CapacityError(
+                "a session longer than the KV cache",
+                expected=f"at most {self._pool.blocks * self._pool.size} positions",
+                found=str(segment.start + len(segment.tokens)),
+            )
+
+    def run(self, batch: Sequence[Segment]) -> list[Output]:
+        self._reserve(batch)
+        tables = [self._pool.extend(segment.session, segment.start, segment.tokens) for segment in batch]
+        rows = _Rows(batch, tables)
+        if rows.count < MIN_ROWS:
+            rows.pad(self._pool.SCRATCH)
+        self._set_inputs(rows, batch)
+        if self._last:
+            self._request.set_tensor(_HEAD_ROWS, ov.Tensor(rows.head_rows()))
+        try:
+            self._request.infer()
+        except RuntimeError as error:
+            raise DeviceError("the device failed in a forward", found=_first_line(error)) from None
+        result = self._request.get_output_tensor(0).data
+        if self._last:
+            return self._draw(batch, tables, result)
+        hidden = result.reshape(result.shape[0], -1)
+        return [Output(hidden=hidden[first : first + count].copy()) for first, count in rows.spans]
+
+    def close_session(self, session: SessionId) -> None:
+        self._pool.close(session)
+
+    def close(self) -> None:
+        del self._request, self._caches, self._compiled
+
+    def logits(self) -> Array:
+        """Of the last forward's wanted rows, ``[rows, vocabulary]`` f32 in batch order; a view until the next one."""
+        data: Array = self._request.get_output_tensor(0).data
+        return data.reshape(data.shape[0], -1)
+
+    def _reserve(self, batch: Sequence[Segment]) -> None:
+        """Raise before anything is changed where the batch as a whole does not fit."""
+        need = sum(self._pool.check(s.session, s.start, len(s.tokens)) for s in batch)
+        if need > self._pool.free_blocks:
+            raise CapacityError(
+                "the KV cache is full",
+                expected=f"{need * self._pool.size} free positions",
+                found=f"{self.free_tokens}",
+                action="Wait for another answer to end, or add a PC.",
+            )
+
+    def _set_inputs(self, rows: _Rows, batch: Sequence[Segment]) -> None:
+        if self._first:
+            self._set(TOKENS_INPUT, np.array(rows.tokens, np.int64))
+        else:
+            hidden = np.empty((rows.count, self._hidden_size), np.float32)
+            for segment, (first, count) in zip(batch, rows.spans, strict=True):
+                hidden[first : first + count] = segment.hidden
+            hidden[sum(count for _, count in rows.spans) :] = 0.0
+            self._set(HIDDEN_INPUT, hidden)
+        if self._has_positions:
+            self._set("position_ids", np.array(rows.positions, np.int64))
+        self._set("past_lens", np.array(rows.past, np.int32))
+        self._set("subsequence_begins", np.array(rows.begins, np.int32))
+        self._set("block_indices", np.array(rows.blocks, np.int32))
+        self._set("block_indices_begins", np.array(rows.block_begins, np.int32))
+        self._set("max_context_len", np.array(max(rows.positions) + 1, np.int32))
+
+    def _set(self, name: str, values: Array) -> None:
+        self._request.set_tensor(name, ov.Tensor(values))
+
+    def _draw(self, batch: Sequence[Segment], tables: Sequence[BlockTable], result: Array) -> list[Output]:
+        logits = result.reshape(result.shape[0], -1)
+        outputs, row = [], 0
+        for segment, table in zip(batch, tables, strict=True):
+            end = segment.start + len(segment.tokens)
+            history = np.array(table.tokens, np.int64) if segment.sampling.repetition_penalty != 1.0 else _NO_HISTORY
+            drawn = []
+            for position in range(end - segment.wanted + 1, end + 1):
+                drawn.append(draw(logits[row], segment.sampling, position, history[:position]))
+                row += 1
+            outputs.append(Output(drawn=tuple(drawn)))
+        return outputs
+
+    def _allocate_caches(self) -> list[ov.Tensor]:
+        """One tensor ``[blocks, heads, block, size]`` for each key and value cache; memory is touched as it is used."""
+        context: Any = None if self._device == "CPU" else self._compiled.get_context()
+        caches = []
+        for port in self._compiled.inputs:
+            name = port.get_any_name()
+            if not name.startswith(("key_cache.", "value_cache.")):
+                continue
+            axes = [axis.get_length() for axis in port.get_partial_shape() if axis.is_static]
+            shape = ov.Shape([self._pool.blocks + 1, *axes])
+            kind = port.get_element_type()
+            tensor = ov.Tensor(kind, shape) if context is None else context.create_tensor(kind, shape, {})
+            self._request.set_tensor(name, tensor)
+            caches.append(tensor)
+        return caches
+
+
+_NO_HISTORY = np.empty(0, np.int64)
+
+
+class _Rows:
+    """A batch flattened into the inputs of the paged-attention pass."""
+
+    def __init__(self, batch: Sequence[Segment], tables: Sequence[BlockTable]) -> None:
+        self.tokens: list[int] = []
+        self.positions: list[int] = []
+        self.past: list[int] = []
+        self.begins = [0]
+        self.blocks: list[int] = []
+        self.block_begins = [0]
+        self.spans: list[tuple[int, int]] = []
+        self._wanted: list[int] = []
+        for segment, table in zip(batch, tables, strict=True):
+            count, first = len(segment.tokens), len(self.tokens)
+            self.spans.append((first, count))
+            self._wanted += range(first + count - segment.wanted, first + count)
+            if segment.kind is RowKind.PREFILL:
+                self._add(segment.tokens, segment.start, table.blocks)
+            else:
+                for offset, token in enumerate(segment.tokens):
+                    self._add((token,), segment.start + offset, table.blocks)
+
+    @property
+    def count(self) -> int:
+        return len(self.tokens)
+
+    def pad(self, scratch: int) -> None:
+        """A row of its own in the scratch block."""
+        self._add((0,), 0, [scratch])
+
+    def head_rows(self) -> Array:
+        """Rows whose logits are computed: the wanted ones, padded to `MIN_ROWS`."""
+        rows = self._wanted + [0] * (MIN_ROWS - len(self._wanted))
+        return np.array(rows, np.int64)
+
+    def _add(self, tokens: Sequence[int], start: int, blocks: Sequence[int]) -> None:
+        self.tokens += tokens
+        self.positions += range(start, start + len(tokens))
+        self.past.append(start)
+        self.begins.append(len(self.tokens))
+        self.blocks += blocks
+        self.block_begins.append(len(self.blocks))
+
+
+def _hidden_size(shard: ov.Model) -> int:
+    size: int = shard.input(HIDDEN_INPUT).get_partial_shape()[2].get_length()
+    return size
+
+
+def _restore_hidden_size(shard: ov.Model, hidden_size: int) -> None:
+    """The pass leaves ``[?, ?]``; without the static size the shard's first norm is not fused and its bits change."""
+    for parameter in shard.get_parameters():
+        if HIDDEN_INPUT in parameter.output(0).get_names():
+            parameter.set_partial_shape(ov.PartialShape([-1, hidden_size]))
+
+
+def _gather_head_rows(shard: ov.Model) -> None:
+    """Compute the head only for the rows listed in a new input ``head_rows [n]`` i64."""
+    node: Any = shard.get_results()[0]
+    while node.get_type_name() != "MatMul":
+        node = node.input_value(0).get_node()
+    rows = ops.parameter([-1], ov.Type.i64, name=_HEAD_ROWS)
+    rows.output(0).set_names({_HEAD_ROWS})
+    wanted = ops.gather(node.input_value(0), rows, ops.constant(np.int64(0)))
+    node.input(0).replace_source_output(wanted.output(0))
+    shard.add_parameters([rows])
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[-1] if lines else type(error).__name__)[:300]

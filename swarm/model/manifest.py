@@ -1,0 +1,167 @@
+"""The manifest: what a model is made of, so that a node can fetch only its layers and check every byte.
+
+A model lies in the store as blobs, each named by the SHA-256 of its bytes: the *graph* (the IR's structure and its
+small constants, a few MB, for everybody), the *tokenizer*, and the weights: *embedding*, one per *layer*, *head*. The
+manifest names them all; its own hash is the model's id.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import cbor2
+
+from swarm.protocol import limits
+from swarm.protocol.errors import ModelError
+from swarm.protocol.ids import BlobId, is_blob_id
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """A weight inside its blob; `name` is that of the graph's parameter that stands for it."""
+
+    name: str
+    type: str
+    """OpenVINO's element type, such as ``u4``."""
+    shape: tuple[int, ...]
+    offset: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlobRef:
+    id: BlobId
+    bytes: int
+    tensors: tuple[TensorRef, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    name: str
+    source: str
+    """What was given to ``--model`` on the node that made it; empty for the embedded default."""
+    hidden_size: int
+    vocabulary: int
+    context_tokens: int
+    kv_bytes_per_token: tuple[int, ...]
+    """Keys and values of one position in f16, for each layer."""
+    graph: BlobRef
+    tokenizer: BlobRef
+    embedding: BlobRef
+    layers: tuple[BlobRef, ...]
+    head: BlobRef
+    tied: bool
+    """The head reads weights of the embedding's blob too."""
+
+    def weights(self, start: int, end: int) -> list[BlobRef]:
+        """The weight blobs that layers ``[start, end)`` need, each once."""
+        blobs = list(self.layers[start:end])
+        last = end == len(self.layers)
+        if start == 0 or (last and self.tied):
+            blobs.insert(0, self.embedding)
+        if last:
+            blobs.append(self.head)
+        return list({blob.id: blob for blob in blobs}.values())
+
+    def blobs(self) -> Iterator[BlobRef]:
+        yield from (self.graph, self.tokenizer, self.embedding, *self.layers, self.head)
+
+    @property
+    def bytes(self) -> int:
+        return sum(blob.bytes for blob in self.blobs())
+
+    def encode(self) -> bytes:
+        """Canonical CBOR: the same manifest is the same bytes everywhere."""
+        return cbor2.dumps({"format": FORMAT, **asdict(self)}, canonical=True)
+
+    @staticmethod
+    def decode(data: bytes) -> Manifest:
+        """Read a manifest, which may come from a peer. Raises `ModelError` on anything that is not well formed."""
+        if len(data) > limits.MAX_MANIFEST_BYTES:
+            raise ModelError(
+                "manifest too large", expected=f"at most {limits.MAX_MANIFEST_BYTES}", found=str(len(data))
+            )
+        try:
+            raw = cbor2.loads(data)
+            if raw["format"] != FORMAT:
+                raise ModelError("a manifest of another format", expected=str(FORMAT), found=str(raw["format"])[:40])
+            manifest = _read(raw)
+        except ModelError:
+            raise
+        except Exception as error:
+            # cbor2 and the reads below fail in many ways on crafted input; each means the same here.
+            raise ModelError("not a manifest", found=f"{type(error).__name__}: {error}"[:200]) from None
+        manifest._check()
+        return manifest
+
+    def _check(self) -> None:
+        layers = len(self.layers)
+        if not 1 <= layers <= limits.MAX_LAYERS or len(self.kv_bytes_per_token) != layers:
+            raise ModelError("bad manifest", expected=f"1 to {limits.MAX_LAYERS} layers", found=str(layers))
+        for name, value, high in (
+            ("hidden_size", self.hidden_size, 2**20),
+            ("vocabulary", self.vocabulary, limits.MAX_VOCABULARY),
+            ("context_tokens", self.context_tokens, limits.MAX_CONTEXT_TOKENS),
+            *(("kv_bytes_per_token", value, 2**24) for value in self.kv_bytes_per_token),
+            *(("bytes", blob.bytes, limits.MAX_BLOB_BYTES) for blob in self.blobs()),
+        ):
+            if not 0 < value <= high:
+                raise ModelError(f"bad {name} in a manifest", expected=f"1 to {high}", found=str(value))
+        for blob in self.blobs():
+            for tensor in blob.tensors:
+                if min((tensor.offset, *tensor.shape), default=0) < 0 or tensor.offset + tensor.bytes > blob.bytes:
+                    raise ModelError("a tensor outside its blob", found=tensor.name[:80])
+
+
+def blob_id(data: bytes) -> BlobId:
+    return BlobId(hashlib.sha256(data).hexdigest())
+
+
+def _read(raw: dict[str, Any]) -> Manifest:
+    return Manifest(
+        name=_text(raw["name"]),
+        source=_text(raw["source"]),
+        hidden_size=_integer(raw["hidden_size"]),
+        vocabulary=_integer(raw["vocabulary"]),
+        context_tokens=_integer(raw["context_tokens"]),
+        kv_bytes_per_token=tuple(_integer(value) for value in raw["kv_bytes_per_token"]),
+        graph=_blob(raw["graph"]),
+        tokenizer=_blob(raw["tokenizer"]),
+        embedding=_blob(raw["embedding"]),
+        layers=tuple(_blob(value) for value in raw["layers"]),
+        head=_blob(raw["head"]),
+        tied=raw["tied"] is True,
+    )
+
+
+def _blob(raw: dict[str, Any]) -> BlobRef:
+    if not is_blob_id(raw["id"]):
+        raise ModelError("bad blob id in a manifest", found=repr(raw["id"])[:80])
+    tensors = tuple(
+        TensorRef(
+            _text(t["name"]),
+            _text(t["type"]),
+            tuple(_integer(axis) for axis in t["shape"]),
+            _integer(t["offset"]),
+            _integer(t["bytes"]),
+        )
+        for t in raw["tensors"]
+    )
+    return BlobRef(BlobId(raw["id"]), _integer(raw["bytes"]), tensors)
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str) or len(value) > limits.MAX_TEXT_CHARS:
+        raise ModelError("bad text in a manifest", found=repr(value)[:80])
+    return value
+
+
+def _integer(value: object) -> int:
+    if type(value) is not int:
+        raise ModelError("bad number in a manifest", found=repr(value)[:80])
+    return value

@@ -1,0 +1,56 @@
+"""From blobs in the store to a shard that an engine can compile. Weights are memory-mapped, not read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import cbor2
+import numpy as np
+import openvino as ov
+from openvino import opset13 as ops
+
+from swarm.model.cut import cut
+from swarm.model.manifest import Manifest, TensorRef
+from swarm.model.store import Store
+from swarm.protocol.errors import ModelError
+
+
+def load_shard(manifest: Manifest, store: Store, start: int, end: int) -> ov.Model:
+    """Layers ``[start, end)`` with their weights. Blocking, about half a second.
+
+    Raises `StoreError` where a blob is missing and `UnsupportedModelError` where the graph cannot be cut there.
+    """
+    shard = cut(_read_graph(store.read(manifest.graph.id)), start, end)
+    tensors = {
+        tensor.name: (store.path(blob.id), tensor) for blob in manifest.weights(start, end) for tensor in blob.tensors
+    }
+    for parameter in list(shard.get_parameters()):
+        name = parameter.get_friendly_name()
+        if not name.startswith("weight."):
+            continue
+        if name not in tensors:
+            raise ModelError("a graph that does not fit its manifest", expected=f"weights of {name}", found="none")
+        path, tensor = tensors[name]
+        constant = _constant(path, tensor)
+        for target in list(parameter.output(0).get_target_inputs()):
+            target.replace_source_output(constant.output(0))
+        shard.remove_parameter(parameter)
+    shard.validate_nodes_and_infer_types()
+    return shard
+
+
+def _read_graph(packed: bytes) -> ov.Model:
+    try:
+        xml, weights = cbor2.loads(packed)
+        return ov.Core().read_model(xml, np.frombuffer(weights or bytes(1), np.uint8).copy())
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise ModelError("the model's graph cannot be read", found=str(error).strip()[:200]) from None
+
+
+def _constant(path: Path, tensor: TensorRef) -> ov.Node:
+    data: Any = np.memmap(path, np.uint8, "r", tensor.offset, (tensor.bytes,))
+    kind = getattr(ov.Type, tensor.type, None)
+    if not isinstance(kind, ov.Type):
+        raise ModelError("unknown element type in a manifest", found=tensor.type[:40])
+    return ops.constant(ov.Tensor(data, ov.Shape(list(tensor.shape)), kind), shared_memory=True)

@@ -1,0 +1,224 @@
+"""The stage worker: batches the segments that wait, runs them off the event loop, passes the results on."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import anyio
+
+from swarm.engine.base import Engine, Output
+from swarm.protocol import limits
+from swarm.protocol.errors import CapacityError, LinkClosedError, SessionError, SwarmError
+from swarm.protocol.ids import NodeId, SessionId
+from swarm.protocol.messages import Drawn, Message, Refused, RowKind, Segment
+from swarm.protocol.plan import Plan
+
+Send: TypeAlias = Callable[[NodeId, Message], Awaitable[None]]
+
+PREFILL_ROWS = 256
+"""Of prefill in one forward beside decode rows: bounds what a long prompt adds to everybody's step."""
+
+_WINDOW = 64
+"""Forwards over which step times are taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStats:
+    step_ms: float
+    """Median time of a forward with decode rows; 0 before the first."""
+    rows: int
+    """Run since the start."""
+    waiting: int
+
+
+class SegmentQueue:
+    """What waits at a stage, and in which order it runs. Pure.
+
+    Segments of one session stay in order. Of those that are first in their session, decode rows go before prefill.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[Segment] = deque()
+        self._attempts: dict[SessionId, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def push(self, segment: Segment) -> None:
+        """Queue `segment`; a newer attempt drops what waits of older ones, an older one is dropped itself."""
+        newest = self._attempts.get(segment.session, -1)
+        if segment.attempt < newest:
+            return
+        if segment.attempt > newest:
+            self.forget(segment.session)
+            self._attempts[segment.session] = segment.attempt
+        self._waiting.append(segment)
+
+    def forget(self, session: SessionId) -> None:
+        """Drop what waits of `session`."""
+        self._attempts.pop(session, None)
+        if any(segment.session == session for segment in self._waiting):
+            self._waiting = deque(segment for segment in self._waiting if segment.session != session)
+
+    def take(self, max_rows: int) -> list[Segment]:
+        """The next batch, at most one segment of each session; empty only where nothing waits."""
+        heads: dict[SessionId, Segment] = {}
+        for segment in self._waiting:
+            heads.setdefault(segment.session, segment)
+        batch: list[Segment] = []
+        rows = prefill = 0
+        for segment in sorted(heads.values(), key=lambda s: s.kind is RowKind.PREFILL):
+            count = len(segment.tokens)
+            extra = count if segment.kind is RowKind.PREFILL else 0
+            if batch and (rows + count > max_rows or (extra and prefill + extra > PREFILL_ROWS)):
+                continue
+            batch.append(segment)
+            rows += count
+            prefill += extra
+        taken = {id(segment) for segment in batch}
+        self._waiting = deque(segment for segment in self._waiting if id(segment) not in taken)
+        return batch
+
+
+class StageWorker:
+    """Runs one stage of one plan until it is stopped. `run` owns its thread and its tasks."""
+
+    def __init__(self, node: NodeId, plan: Plan, engine: Engine, send: Send) -> None:
+        self._node = node
+        self._plan = plan
+        self._engine = engine
+        self._send = send
+        self._queue = SegmentQueue()
+        self._arrived = asyncio.Event()
+        self._room = asyncio.Event()
+        self._room.set()
+        self._closing: set[SessionId] = set()
+        self._steps: deque[float] = deque(maxlen=_WINDOW)
+        self._rows = 0
+        following = plan.after(node)
+        self._next = following.node if following else None
+
+    @property
+    def plan(self) -> Plan:
+        return self._plan
+
+    def stats(self) -> WorkerStats:
+        return WorkerStats(statistics.median(self._steps) if self._steps else 0.0, self._rows, len(self._queue))
+
+    async def deliver(self, segment: Segment) -> None:
+        """Queue a segment; waits while the queue is full, which keeps the sender's link unread (back-pressure)."""
+        if segment.epoch != self._plan.epoch:
+            await self._refuse(segment, "another epoch", fatal=False)
+            return
+        while len(self._queue) >= limits.MAX_QUEUED_SEGMENTS:
+            self._room.clear()
+            await self._room.wait()
+        self._queue.push(segment)
+        self._arrived.set()
+
+    def close_session(self, session: SessionId) -> None:
+        """Free what the stage holds for `session`, as soon as no forward runs."""
+        self._queue.forget(session)
+        self._closing.add(session)
+        self._arrived.set()
+
+    async def run(self) -> None:
+        """Serve until cancelled; then waits for the forward that runs and closes the engine."""
+        executor = ThreadPoolExecutor(1, thread_name_prefix="stage")
+        outgoing, results = anyio.create_memory_object_stream[tuple[NodeId, Message]](limits.MAX_INFLIGHT_FRAMES)
+        try:
+            async with anyio.create_task_group() as group:
+                group.start_soon(self._send_results, results)
+                while True:
+                    await self._arrived.wait()
+                    self._close_sessions()
+                    batch = await self._take()
+                    if not batch:
+                        self._arrived.clear()
+                        continue
+                    for to, message in await self._forward(executor, batch):
+                        await outgoing.send((to, message))
+        finally:
+            outgoing.close()
+            results.close()
+            # The forward that runs cannot be interrupted; it is one step long.
+            executor.shutdown(wait=True, cancel_futures=True)
+            self._engine.close()
+
+    async def _take(self) -> list[Segment]:
+        """The next batch that the engine can run; what it cannot is refused."""
+        batch = []
+        for segment in self._queue.take(self._engine.max_rows):
+            try:
+                self._check(segment)
+                batch.append(segment)
+            except (CapacityError, SessionError) as error:
+                await self._refuse(segment, str(error), fatal=isinstance(error, CapacityError))
+        if len(self._queue) < limits.MAX_QUEUED_SEGMENTS:
+            self._room.set()
+        return batch
+
+    def _check(self, segment: Segment) -> None:
+        first = self._plan.stages[0].node == self._node
+        if (segment.hidden is None) != first:
+            raise SessionError("a segment for another stage", expected="tokens" if first else "hidden rows")
+        if segment.hidden is not None and len(segment.hidden) != len(segment.tokens):
+            raise SessionError(
+                "rows and tokens differ", expected=str(len(segment.tokens)), found=str(len(segment.hidden))
+            )
+        if not segment.tokens or not 0 <= segment.wanted <= len(segment.tokens) or segment.start < 0:
+            raise SessionError("a segment without sense", found=f"{len(segment.tokens)} rows, {segment.wanted} wanted")
+        self._engine.check(segment)
+
+    async def _forward(self, executor: ThreadPoolExecutor, batch: Sequence[Segment]) -> list[tuple[NodeId, Message]]:
+        began = time.perf_counter()
+        running = asyncio.get_running_loop().run_in_executor(executor, self._engine.run, batch)
+        try:
+            outputs = await asyncio.shield(running)
+        except SwarmError as error:
+            fatal = isinstance(error, CapacityError)
+            return [(s.coordinator, _refusal(s, str(error), fatal)) for s in batch]
+        if any(segment.kind is RowKind.DECODE for segment in batch):
+            self._steps.append((time.perf_counter() - began) * 1000)
+        self._rows += sum(len(segment.tokens) for segment in batch)
+        return [result for pair in zip(batch, outputs, strict=True) for result in self._result(*pair)]
+
+    def _result(self, segment: Segment, output: Output) -> list[tuple[NodeId, Message]]:
+        if self._next is not None:
+            return [(self._next, replace(segment, hidden=output.hidden))]
+        if not output.drawn:
+            return []
+        position = segment.start + len(segment.tokens) - segment.wanted + 1
+        drawn = Drawn(segment.session, segment.epoch, segment.attempt, position, output.drawn)
+        return [(segment.coordinator, drawn)]
+
+    async def _send_results(self, results: anyio.abc.ObjectReceiveStream[tuple[NodeId, Message]]) -> None:
+        async for to, message in results:
+            try:
+                await self._send(to, message)
+            except LinkClosedError as error:
+                # A lost coordinator needs nothing any more. A lost next stage is a new epoch soon: the coordinator waits.
+                if isinstance(message, Segment):
+                    await self._refuse(message, f"the next stage is gone: {error}", fatal=False)
+
+    async def _refuse(self, segment: Segment, reason: str, *, fatal: bool) -> None:
+        try:
+            await self._send(segment.coordinator, _refusal(segment, reason, fatal))
+        except LinkClosedError:
+            return
+
+    def _close_sessions(self) -> None:
+        for session in self._closing:
+            self._engine.close_session(session)
+        self._closing.clear()
+
+
+def _refusal(segment: Segment, reason: str, fatal: bool) -> Refused:
+    return Refused(segment.session, segment.epoch, segment.attempt, reason[: limits.MAX_TEXT_CHARS], fatal)
