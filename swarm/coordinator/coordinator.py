@@ -1,0 +1,315 @@
+"""The coordinator: takes requests, runs their sessions, keeps caches between turns. Any node, many at once."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
+
+import anyio
+from anyio.abc import TaskGroup, TaskStatus
+
+from swarm.coordinator.events import Begin
+from swarm.coordinator.idle import IdleLimits, IdlePool
+from swarm.coordinator.language import LanguageModel
+from swarm.coordinator.meter import TokenMeter
+from swarm.coordinator.requests import Delta, GenerateRequest
+from swarm.coordinator.session import (
+    Counters,
+    Session,
+    SessionLimits,
+    State,
+    context_limit,
+    prompt_too_long,
+)
+from swarm.coordinator.stops import StopMatcher
+from swarm.coordinator.turn import Turn
+from swarm.protocol import limits
+from swarm.protocol.errors import CapacityError, SessionError, SwarmError, UsageError
+from swarm.protocol.ids import NodeId, SessionId
+from swarm.protocol.messages import CloseSession, Drawn, Message, Refused
+from swarm.protocol.plan import Plan
+from swarm.ring.port import RingPort
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorLimits:
+    session: SessionLimits = field(default_factory=SessionLimits)
+    idle: IdleLimits = field(default_factory=IdleLimits)
+    answers: int = 64
+    """Written at once on this node; each is a session at every stage (see `limits.MAX_SESSIONS_PER_STAGE`)."""
+    close_s: float = 5.0
+    """For telling the stages that a session is closed; they free what they hold for a lost node by themselves."""
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorStats:
+    """For the snapshot."""
+
+    running: int
+    """Answers being written."""
+    waiting: int
+    """Of those: without a ring, or between two tries."""
+    idle: int
+    """Sessions kept between turns."""
+    tokens_per_second: float
+    replays: int
+    mismatches: int
+    """Replayed tokens that the ring drew differently: exactness is broken somewhere."""
+    stale: int
+
+
+class Coordinator:
+    """Implements `requests.Generator` and `ring.port.RingListener`. `run` owns its tasks."""
+
+    def __init__(
+        self,
+        ring: RingPort,
+        limits: CoordinatorLimits | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._ring = ring
+        self._limits = limits or CoordinatorLimits()
+        self._clock = clock
+        self._model: LanguageModel | None = None
+        self._turns: dict[SessionId, Turn] = {}
+        self._idle = IdlePool(self._limits.idle)
+        self._counters = Counters()
+        self._meter = TokenMeter()
+        self._plan = ring.plan
+        self._requests = 0
+        self._sessions = 0
+        self._tasks: TaskGroup | None = None
+        self._changed = anyio.Event()
+        self._closing = False
+        self._stopped = anyio.Event()
+
+    # --- life -------------------------------------------------------------------------------------------------------
+
+    async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        """Serve until `close` or cancelled; once."""
+        try:
+            async with anyio.create_task_group() as tasks:
+                self._tasks = tasks
+                self._plan = self._ring.plan
+                self._ring.attach(self)
+                task_status.started()
+                while not self._closing:
+                    await self._expire_idle()
+        finally:
+            self._tasks = None
+            self._closing = True
+            self._stopped.set()
+
+    async def close(self, drain_s: float = 0.0) -> None:
+        """Take no more requests, give running answers `drain_s` to end, cancel the rest, tell the stages.
+
+        Call it while the ring still sends. Takes `drain_s` and `close_s` at most.
+        """
+        if self._tasks is None:
+            return
+        self._closing = True
+        with anyio.move_on_after(drain_s):
+            while self._turns:
+                await self._changed.wait()
+        for turn in tuple(self._turns.values()):
+            turn.cancel(SessionError("this node is leaving", action="Ask another node."))
+        while self._turns:
+            await self._changed.wait()
+        for session in self._idle.clear():
+            self._close_idle(session)
+        self._notify()
+        await self._stopped.wait()
+
+    def set_model(self, model: LanguageModel | None) -> None:
+        """The tokenizer of the swarm's model has been loaded, or there is none any more."""
+        self._model = model
+        self._notify()
+
+    def stats(self) -> CoordinatorStats:
+        return CoordinatorStats(
+            running=len(self._turns),
+            waiting=sum(turn.session.state is State.WAITING for turn in self._turns.values()),
+            idle=len(self._idle),
+            tokens_per_second=self._meter.rate(self._clock()),
+            replays=self._counters.replays,
+            mismatches=self._counters.mismatches,
+            stale=self._counters.stale,
+        )
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
+        """See `requests.Generator`."""
+        _check(request)
+        started = self._clock()
+        if self._closing or self._tasks is None:
+            raise SessionError("this node takes no questions now", found="it is starting or leaving")
+        if self._requests >= self._limits.answers:
+            raise CapacityError(
+                "too many answers at once on this node",
+                expected=f"at most {self._limits.answers}",
+                action="Try again in a moment, or ask another node.",
+            )
+        self._requests += 1
+        try:
+            turn = await self._open_turn(request, started)
+            finished = False
+            try:
+                async for delta in turn.results:
+                    finished = delta.finish is not None
+                    yield delta
+            finally:
+                turn.cancel()
+                turn.results.close()
+            if not finished:
+                raise turn.error or SessionError("the answer was broken off", found="this node stops")
+        finally:
+            self._requests -= 1
+
+    async def _open_turn(self, request: GenerateRequest, started: float) -> Turn:
+        model = await self._wait_for_model()
+        messages = [(message.role, message.content) for message in request.messages]
+
+        def encode() -> tuple[int, ...]:
+            return tuple(model.tokenizer.encode(model.tokenizer.render_chat(messages)))
+
+        prompt = await anyio.to_thread.run_sync(encode, abandon_on_cancel=True)
+        if not prompt:
+            raise UsageError("an empty prompt", expected="at least one token")
+        limit = context_limit(model.context_tokens, self._plan)
+        if len(prompt) >= limit:
+            raise prompt_too_long(len(prompt), limit)
+        if self._closing or self._tasks is None:
+            raise SessionError("this node is leaving", action="Ask another node.")
+        begin = Begin(
+            prompt=prompt,
+            model=model.manifest,
+            context_tokens=model.context_tokens,
+            sampling=request.sampling,
+            max_tokens=request.max_tokens,
+            stop_tokens=frozenset() if request.ignore_stop_tokens else model.tokenizer.stop_tokens,
+        )
+        session = self._idle.take(prompt) or self._new_session()
+        turn = Turn(self, session, begin, model.tokenizer.stream(), StopMatcher(request.stop), self._clock, started)
+        self._turns[session.id] = turn
+        self._tasks.start_soon(turn.run, name=f"session {session.id}")
+        return turn
+
+    async def _wait_for_model(self) -> LanguageModel:
+        wait_s = self._limits.session.wait_s
+        with anyio.move_on_after(wait_s):
+            while True:
+                model = self._model
+                if model is not None and (not self._plan.stages or self._plan.model == model.manifest):
+                    return model
+                await self._changed.wait()
+        raise SessionError(
+            "the swarm's model is not known here yet",
+            expected=f"its tokenizer within {wait_s:.0f} s",
+            action="See the progress on the dashboard and ask again.",
+        )
+
+    def _new_session(self) -> Session:
+        self._sessions += 1
+        name = SessionId(f"{self._ring.node[:8]}-{self._sessions:x}-{secrets.token_hex(4)}")
+        return Session(name, self._ring.node, self._plan, self._limits.session, self._counters)
+
+    # --- what the ring tells ----------------------------------------------------------------------------------------
+
+    def plan_changed(self, plan: Plan) -> None:
+        if plan.epoch != self._plan.epoch:
+            # The stages' caches went with the old epoch. To rebuild an idle session's would cost more than a prefill.
+            self._idle.clear()
+        self._plan = plan
+        for turn in self._turns.values():
+            turn.post_plan(plan)
+        self._notify()
+
+    def drawn(self, message: Drawn) -> None:
+        self._post(message)
+
+    def refused(self, message: Refused) -> None:
+        if message.session in self._turns and message.epoch == self._plan.epoch and not message.fatal:
+            # It may be a full KV cache: what is only kept gives way to what is being written.
+            for session in self._idle.clear():
+                self._close_idle(session)
+        self._post(message)
+
+    def _post(self, message: Drawn | Refused) -> None:
+        turn = self._turns.get(message.session)
+        if turn is None:
+            self._counters.stale += 1
+        else:
+            turn.post(message)
+
+    # --- what turns tell --------------------------------------------------------------------------------------------
+
+    async def send(self, to: NodeId, message: Message) -> None:
+        await self._ring.send(to, message)
+
+    def emitted(self, tokens: int) -> None:
+        self._meter.add(tokens, self._clock())
+
+    def turn_over(self, turn: Turn) -> None:
+        session = turn.session
+        del self._turns[session.id]
+        if session.state is State.IDLE and session.plan.epoch == self._plan.epoch:
+            for fallen in self._idle.put(session, self._clock()):
+                self._close_idle(fallen)
+        self._notify()
+
+    def close_session(self, session: SessionId, nodes: tuple[NodeId, ...]) -> None:
+        if self._tasks is not None:
+            self._tasks.start_soon(self._tell_closed, session, nodes, name=f"close {session}")
+
+    # --- housekeeping -----------------------------------------------------------------------------------------------
+
+    async def _expire_idle(self) -> None:
+        expiry = self._idle.next_expiry()
+        with anyio.move_on_after(None if expiry is None else max(0.0, expiry - self._clock())):
+            await self._changed.wait()
+        for session in self._idle.expire(self._clock()):
+            self._close_idle(session)
+
+    def _close_idle(self, session: Session) -> None:
+        self.close_session(session.id, tuple(stage.node for stage in session.plan.stages))
+
+    async def _tell_closed(self, session: SessionId, nodes: tuple[NodeId, ...]) -> None:
+        async def tell(node: NodeId) -> None:
+            # A node that cannot be reached frees what it holds when it is planned out.
+            with contextlib.suppress(SwarmError):
+                await self._ring.send(node, CloseSession(session))
+
+        with anyio.move_on_after(self._limits.close_s):
+            async with anyio.create_task_group() as tasks:
+                for node in nodes:
+                    tasks.start_soon(tell, node)
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
+
+
+def _check(request: GenerateRequest) -> None:
+    """Raise `UsageError` for a request that makes no sense."""
+    if not request.messages:
+        raise UsageError("no messages", expected="at least one")
+    characters = sum(len(message.content) for message in request.messages)
+    if characters > limits.MAX_PROMPT_CHARS:
+        raise UsageError(
+            "the prompt is too long", expected=f"at most {limits.MAX_PROMPT_CHARS} characters", found=str(characters)
+        )
+    if request.max_tokens is not None and request.max_tokens < 1:
+        raise UsageError("max_tokens out of range", expected="1 or more", found=str(request.max_tokens))
+    if len(request.stop) > limits.MAX_STOP_STRINGS:
+        raise UsageError(
+            "too many stop strings", expected=f"at most {limits.MAX_STOP_STRINGS}", found=str(len(request.stop))
+        )
+    for stop in request.stop:
+        if not 0 < len(stop) <= limits.MAX_STOP_CHARS:
+            raise UsageError(
+                "bad stop string", expected=f"1 to {limits.MAX_STOP_CHARS} characters", found=repr(stop)[:40]
+            )

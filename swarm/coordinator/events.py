@@ -1,0 +1,92 @@
+"""What happens to a session, and what it wants done; plain data between `session` and its shell `turn`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from swarm.coordinator.requests import FinishReason
+from swarm.protocol.errors import SwarmError
+from swarm.protocol.ids import BlobId, NodeId
+from swarm.protocol.messages import Drawn, Refused, Segment
+from swarm.protocol.plan import Plan
+from swarm.protocol.sampling import GREEDY, SamplingParams
+
+# --- events ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """A turn: answer this prompt, which holds the whole conversation."""
+
+    prompt: tuple[int, ...]
+    model: BlobId | None
+    """The manifest whose tokenizer made the ids."""
+    context_tokens: int
+    sampling: SamplingParams = GREEDY
+    max_tokens: int | None = None
+    stop_tokens: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class PlanChanged:
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class LinkLost:
+    """A segment of this attempt could not be handed to the first stage."""
+
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """Stop here: a stop string was found, or nobody wants the rest."""
+
+    reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """The session's deadline may have passed."""
+
+
+Event: TypeAlias = Begin | Drawn | Refused | PlanChanged | LinkLost | End | Tick
+
+
+# --- effects --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SendSegment:
+    to: NodeId
+    segment: Segment
+
+
+@dataclass(frozen=True, slots=True)
+class Emit:
+    """New tokens of the answer; never a stop token."""
+
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    error: SwarmError
+
+
+@dataclass(frozen=True, slots=True)
+class CloseEverywhere:
+    """Send `CloseSession` to these nodes."""
+
+    nodes: tuple[NodeId, ...]
+
+
+Effect: TypeAlias = SendSegment | Emit | Finish | Fail | CloseEverywhere

@@ -1,0 +1,68 @@
+"""Sessions between turns, their caches kept for the next one; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from swarm.coordinator.session import Session
+
+MIN_REUSED_TOKENS = 16
+"""Fewer are not worth a search, unless they are half the prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class IdleLimits:
+    """Every kept session holds KV cache at all stages that an answer could use."""
+
+    sessions: int = 8
+    seconds: float = 600.0
+
+
+class IdlePool:
+    """Who is put in may be taken out once; what falls out must be closed everywhere."""
+
+    def __init__(self, limits: IdleLimits) -> None:
+        self._limits = limits
+        self._kept: list[tuple[float, Session]] = []
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def put(self, session: Session, now: float) -> list[Session]:
+        """Keep `session`; those that no longer have room, oldest first, are returned."""
+        self._kept.append((now, session))
+        surplus = max(0, len(self._kept) - self._limits.sessions)
+        fallen, self._kept = self._kept[:surplus], self._kept[surplus:]
+        return [session for _, session in fallen]
+
+    def take(self, prompt: Sequence[int]) -> Session | None:
+        """The session that saves most of `prompt`, where it saves enough.
+
+        Taking it throws away what it holds behind the common part. That must not be more than what is saved:
+        conversations that share a system prompt and nothing else do not take each other's caches.
+        """
+        best, saved = None, 0
+        for entry in self._kept:
+            reused = entry[1].log.reusable(prompt)
+            enough = reused >= MIN_REUSED_TOKENS or (reused > 0 and 2 * reused >= len(prompt))
+            if enough and reused > saved and 2 * reused >= len(entry[1].log):
+                best, saved = entry, reused
+        if best is None:
+            return None
+        self._kept.remove(best)
+        return best[1]
+
+    def expire(self, now: float) -> list[Session]:
+        """Those that were kept for too long."""
+        oldest = now - self._limits.seconds
+        expired = [session for since, session in self._kept if since <= oldest]
+        self._kept = [(since, session) for since, session in self._kept if since > oldest]
+        return expired
+
+    def next_expiry(self) -> float | None:
+        return self._kept[0][0] + self._limits.seconds if self._kept else None
+
+    def clear(self) -> list[Session]:
+        kept, self._kept = self._kept, []
+        return [session for _, session in kept]

@@ -1,0 +1,133 @@
+"""The token log: ids of a session, and with which kernel each position's row was computed.
+
+It is the truth of a session. A cache that was lost is rebuilt from it, bit for bit, because a replay repeats for every
+position what was done the first time: prefilled rows go in as prefill chunks (any chunk of 2 or more rows gives the
+same bits), decoded rows as sibling rows (alone or several at once: the same bits).
+
+The invariant behind it: a maximal run of PREFILL positions is never one position long. A lone new token is a decode
+row from the start, and a rewind that would leave a lone prefilled position drops that position too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from swarm.coordinator.chunks import MIN_PREFILL_ROWS, prefill_chunks, sibling_chunks
+from swarm.protocol.messages import RowKind
+
+_COMPARE = 1024
+"""Ids compared at once where a prefix is looked for; a speed-up only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Positions ``[start, end)`` that go into one segment."""
+
+    start: int
+    end: int
+    kind: RowKind
+
+    @property
+    def rows(self) -> int:
+        return self.end - self.start
+
+
+class TokenLog:
+    """Ids and kinds by absolute position, and how many of the rows have been run."""
+
+    def __init__(self) -> None:
+        self._ids: list[int] = []
+        self._kinds = bytearray()
+        self._fed = 0
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    @property
+    def fed(self) -> int:
+        """Positions that every stage holds. The last drawn token is in the log before its row is run."""
+        return self._fed
+
+    def ids(self, start: int, end: int) -> tuple[int, ...]:
+        return tuple(self._ids[start:end])
+
+    def kinds(self, start: int, end: int) -> tuple[RowKind, ...]:
+        return tuple(RowKind(kind) for kind in self._kinds[start:end])
+
+    def append_prompt(self, ids: Sequence[int]) -> None:
+        """Tokens that a person gave: prefilled, except that a single one is a decode row."""
+        kind = RowKind.PREFILL if len(ids) >= MIN_PREFILL_ROWS else RowKind.DECODE
+        self._append(ids, kind)
+
+    def append_drawn(self, ids: Sequence[int]) -> None:
+        """Tokens that the model drew."""
+        self._append(ids, RowKind.DECODE)
+
+    def mark_fed(self, end: int) -> None:
+        """Every stage holds the positions before `end`."""
+        if not self._fed <= end <= len(self._ids):
+            raise ValueError(f"position {end} is outside [{self._fed}, {len(self._ids)}]")
+        self._fed = end
+
+    def lose_caches(self) -> None:
+        """No stage holds anything any more."""
+        self._fed = 0
+
+    def truncate(self, length: int) -> None:
+        """Forget the positions from `length` on, and one more where a lone prefilled one would be left."""
+        length = self._without_lone_prefill(length)
+        del self._ids[length:]
+        del self._kinds[length:]
+        self._fed = min(self._fed, length)
+
+    def reusable(self, prompt: Sequence[int]) -> int:
+        """How many first tokens of `prompt` need not be run again; at least its last token must be."""
+        held = min(self._fed, len(prompt) - 1)
+        same = 0
+        while same < held:
+            end = min(same + _COMPARE, held)
+            if self._ids[same:end] != list(prompt[same:end]):
+                break
+            same = end
+        while same < held and self._ids[same] == prompt[same]:
+            same += 1
+        return self._without_lone_prefill(same)
+
+    def pieces(self, chunk_rows: int, sibling_rows: int) -> Iterator[Piece]:
+        """What is to be run from `fed` to the end, in order, no piece larger than the limit of its kind."""
+        position = self._fed
+        while position < len(self._ids):
+            kind, end = RowKind(self._kinds[position]), self._run_end(position)
+            rows = end - position
+            divided = (
+                prefill_chunks(rows, chunk_rows) if kind is RowKind.PREFILL else sibling_chunks(rows, sibling_rows)
+            )
+            for size in divided:
+                yield Piece(position, position + size, kind)
+                position += size
+
+    def check(self) -> None:
+        """Assert the invariants; for tests and debugging."""
+        assert len(self._ids) == len(self._kinds)
+        assert 0 <= self._fed <= len(self._ids)
+        position = 0
+        while position < len(self._ids):
+            end = self._run_end(position)
+            assert self._kinds[position] == RowKind.DECODE or end - position >= MIN_PREFILL_ROWS
+            position = end
+
+    def _append(self, ids: Sequence[int], kind: RowKind) -> None:
+        self._ids += ids
+        self._kinds += bytes([kind]) * len(ids)
+
+    def _run_end(self, start: int) -> int:
+        """End of the run of one kind that `start` lies in."""
+        other = RowKind.DECODE if self._kinds[start] == RowKind.PREFILL else RowKind.PREFILL
+        end = self._kinds.find(bytes([other]), start)
+        return len(self._kinds) if end < 0 else end
+
+    def _without_lone_prefill(self, length: int) -> int:
+        prefilled = length > 0 and self._kinds[length - 1] == RowKind.PREFILL
+        lone = prefilled and (length == 1 or self._kinds[length - 2] == RowKind.DECODE)
+        return length - 1 if lone else length
