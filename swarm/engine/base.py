@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
+from swarm.protocol.errors import SessionError
 from swarm.protocol.ids import SessionId
 from swarm.protocol.messages import Segment
 from swarm.protocol.tensors import Array
@@ -44,10 +47,29 @@ class Engine(Protocol):
         """
 
     def check(self, segment: Segment) -> None:
-        """Raise what `run` would raise for this segment alone; cheap."""
+        """Raise what `run` would raise for this segment alone; cheap.
+
+        A segment may come from a peer: ids outside the vocabulary and rows of another width are `SessionError`s.
+        """
 
     def close_session(self, session: SessionId) -> None:
         """Free what is held for `session`; unknown ones are ignored."""
 
+    def reset(self) -> None:
+        """Close all sessions."""
+
     def close(self) -> None:
         """Free everything. The engine cannot be used again."""
+
+
+def check_rows(segment: Segment, vocabulary: int, hidden_size: int) -> None:
+    """Check a segment's ids and hidden rows; `hidden_size` is 0 at the first stage, which takes ids.
+
+    An id outside the table would be read from foreign memory.
+    """
+    if not all(0 <= token < vocabulary for token in segment.tokens):
+        raise SessionError("a token id outside the vocabulary", expected=f"0 to {vocabulary - 1}")
+    found = None if segment.hidden is None else (segment.hidden.shape, segment.hidden.dtype)
+    expected = ((len(segment.tokens), hidden_size), np.dtype(np.float32)) if hidden_size else None
+    if found != expected:
+        raise SessionError("a segment for another stage", expected=str(expected or "ids only"), found=str(found))

@@ -77,6 +77,10 @@ class BlockPool:
         if table is not None:
             self._free += table.blocks
 
+    def reset(self) -> None:
+        for session in list(self._tables):
+            self.close(session)
+
     def validate_state(self) -> None:
         """Every block is free or in exactly one table, and every table is as long as its tokens need."""
         held = [block for table in self._tables.values() for block in table.blocks]

@@ -20,7 +20,7 @@ import openvino as ov
 from openvino import opset13 as ops
 from openvino._offline_transformations import paged_attention_transformation
 
-from swarm.engine.base import Output
+from swarm.engine.base import Output, check_rows
 from swarm.engine.blocks import BlockPool, BlockTable
 from swarm.engine.devices import profile
 from swarm.engine.sampling import draw
@@ -43,13 +43,16 @@ _HEAD_ROWS = "head_rows"
 class PagedEngine:
     """Implements `base.Engine` on any shard that the paged-attention pass takes."""
 
-    def __init__(self, shard: ov.Model, device: str, kv_tokens: int, threads: int | None = None) -> None:
+    def __init__(
+        self, shard: ov.Model, device: str, kv_tokens: int, vocabulary: int, threads: int | None = None
+    ) -> None:
         """Compile `shard` (which is used up) for `device` with room for `kv_tokens` positions; blocking, seconds.
 
-        `threads` limits the CPU threads of inference. Raises `DeviceError` where the device refuses.
+        Token ids lie in ``[0, vocabulary)``. `threads` limits the CPU threads of inference. Raises `DeviceError` where the device refuses.
         """
         settings = profile(device)
         self._device = device
+        self._vocabulary = vocabulary
         self._last = shard.outputs[0].get_any_name() == LOGITS_OUTPUT
         self._first = any(TOKENS_INPUT in port.get_names() for port in shard.inputs)
         self._hidden_size = 0 if self._first else _hidden_size(shard)
@@ -80,6 +83,7 @@ class PagedEngine:
         return self._pool.free_blocks * self._pool.size
 
     def check(self, segment: Segment) -> None:
+        check_rows(segment, self._vocabulary, self._hidden_size)
         if len(segment.tokens) > MAX_ROWS:
             raise CapacityError(
                 "a segment too large", expected=f"at most {MAX_ROWS} rows", found=str(len(segment.tokens))
@@ -113,6 +117,9 @@ class PagedEngine:
 
     def close_session(self, session: SessionId) -> None:
         self._pool.close(session)
+
+    def reset(self) -> None:
+        self._pool.reset()
 
     def close(self) -> None:
         del self._request, self._caches, self._compiled

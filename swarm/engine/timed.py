@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from swarm.engine.base import Output
+from swarm.engine.base import Output, check_rows
 from swarm.engine.blocks import BlockPool
 from swarm.protocol.errors import CapacityError
 from swarm.protocol.ids import SessionId
@@ -65,6 +65,7 @@ class TimedEngine:
         return self._pool.free_blocks * self._pool.size
 
     def check(self, segment: Segment) -> None:
+        check_rows(segment, self._vocabulary, 0 if self._first else HIDDEN_SIZE)
         if self._pool.check(segment.session, segment.start, len(segment.tokens)) > self._pool.blocks:
             raise CapacityError("a session longer than the KV cache", found=str(segment.start + len(segment.tokens)))
 
@@ -83,6 +84,9 @@ class TimedEngine:
 
     def close_session(self, session: SessionId) -> None:
         self._pool.close(session)
+
+    def reset(self) -> None:
+        self._pool.reset()
 
     def close(self) -> None:
         pass

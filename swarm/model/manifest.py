@@ -72,7 +72,7 @@ class Manifest:
         yield from (self.graph, self.tokenizer, self.embedding, *self.layers, self.head)
 
     @property
-    def bytes(self) -> int:
+    def total_bytes(self) -> int:
         return sum(blob.bytes for blob in self.blobs())
 
     def encode(self) -> bytes:

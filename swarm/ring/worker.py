@@ -88,7 +88,7 @@ class SegmentQueue:
 
 
 class StageWorker:
-    """Runs one stage of one plan until it is stopped. `run` owns its thread and its tasks."""
+    """Runs one stage of one plan until it is cancelled. `run` owns its thread and its tasks; the engine is its owner's."""
 
     def __init__(self, node: NodeId, plan: Plan, engine: Engine, send: Send) -> None:
         self._node = node
@@ -100,8 +100,10 @@ class StageWorker:
         self._room = asyncio.Event()
         self._room.set()
         self._closing: set[SessionId] = set()
+        self._owners: dict[SessionId, NodeId] = {}
         self._steps: deque[float] = deque(maxlen=_WINDOW)
         self._rows = 0
+        self._running: asyncio.Future[list[Output]] | None = None
         following = plan.after(node)
         self._next = following.node if following else None
 
@@ -117,6 +119,13 @@ class StageWorker:
         if segment.epoch != self._plan.epoch:
             await self._refuse(segment, "another epoch", fatal=False)
             return
+        if self._owners.setdefault(segment.session, segment.coordinator) != segment.coordinator:
+            await self._refuse(segment, "the session belongs to another node", fatal=True)
+            return
+        if len(self._owners) > limits.MAX_SESSIONS_PER_STAGE:
+            del self._owners[segment.session]
+            await self._refuse(segment, f"this stage holds {limits.MAX_SESSIONS_PER_STAGE} sessions", fatal=True)
+            return
         while len(self._queue) >= limits.MAX_QUEUED_SEGMENTS:
             self._room.clear()
             await self._room.wait()
@@ -126,11 +135,18 @@ class StageWorker:
     def close_session(self, session: SessionId) -> None:
         """Free what the stage holds for `session`, as soon as no forward runs."""
         self._queue.forget(session)
+        self._owners.pop(session, None)
         self._closing.add(session)
         self._arrived.set()
 
+    def close_coordinator(self, node: NodeId) -> None:
+        """Free what the stage holds for sessions of a coordinator that is gone."""
+        for session in [session for session, owner in self._owners.items() if owner == node]:
+            self.close_session(session)
+
     async def run(self) -> None:
-        """Serve until cancelled; then waits for the forward that runs and closes the engine."""
+        """Serve until cancelled; then waits for the forward that runs, which is one step long."""
+        self._engine.reset()
         executor = ThreadPoolExecutor(1, thread_name_prefix="stage")
         outgoing, results = anyio.create_memory_object_stream[tuple[NodeId, Message]](limits.MAX_INFLIGHT_FRAMES)
         try:
@@ -148,9 +164,10 @@ class StageWorker:
         finally:
             outgoing.close()
             results.close()
-            # The forward that runs cannot be interrupted; it is one step long.
-            executor.shutdown(wait=True, cancel_futures=True)
-            self._engine.close()
+            if self._running is not None:
+                with anyio.CancelScope(shield=True):
+                    await asyncio.wait([self._running])
+            executor.shutdown(wait=False)
 
     async def _take(self) -> list[Segment]:
         """The next batch that the engine can run; what it cannot is refused."""
@@ -166,22 +183,18 @@ class StageWorker:
         return batch
 
     def _check(self, segment: Segment) -> None:
-        first = self._plan.stages[0].node == self._node
-        if (segment.hidden is None) != first:
-            raise SessionError("a segment for another stage", expected="tokens" if first else "hidden rows")
-        if segment.hidden is not None and len(segment.hidden) != len(segment.tokens):
+        rows = len(segment.tokens)
+        if not 0 <= segment.wanted <= rows or not 0 <= segment.start <= limits.MAX_CONTEXT_TOKENS - rows or not rows:
             raise SessionError(
-                "rows and tokens differ", expected=str(len(segment.tokens)), found=str(len(segment.hidden))
+                "a segment without sense", found=f"{rows} rows at {segment.start}, {segment.wanted} wanted"
             )
-        if not segment.tokens or not 0 <= segment.wanted <= len(segment.tokens) or segment.start < 0:
-            raise SessionError("a segment without sense", found=f"{len(segment.tokens)} rows, {segment.wanted} wanted")
         self._engine.check(segment)
 
     async def _forward(self, executor: ThreadPoolExecutor, batch: Sequence[Segment]) -> list[tuple[NodeId, Message]]:
         began = time.perf_counter()
-        running = asyncio.get_running_loop().run_in_executor(executor, self._engine.run, batch)
+        self._running = asyncio.get_running_loop().run_in_executor(executor, self._engine.run, batch)
         try:
-            outputs = await asyncio.shield(running)
+            outputs = await asyncio.shield(self._running)
         except SwarmError as error:
             fatal = isinstance(error, CapacityError)
             return [(s.coordinator, _refusal(s, str(error), fatal)) for s in batch]
@@ -204,7 +217,7 @@ class StageWorker:
             try:
                 await self._send(to, message)
             except LinkClosedError as error:
-                # A lost coordinator needs nothing any more. A lost next stage is a new epoch soon: the coordinator waits.
+                # A lost coordinator needs nothing any more. A lost next stage is a new epoch soon.
                 if isinstance(message, Segment):
                     await self._refuse(message, f"the next stage is gone: {error}", fatal=False)
 
