@@ -48,7 +48,8 @@ class PagedEngine:
     ) -> None:
         """Compile `shard` (which is used up) for `device` with room for `kv_tokens` positions; blocking, seconds.
 
-        Token ids lie in ``[0, vocabulary)``. `threads` limits the CPU threads of inference. Raises `DeviceError` where the device refuses.
+        Token ids lie in ``[0, vocabulary)``. `threads` limits the CPU threads of inference. Raises `DeviceError` where
+        the device refuses.
         """
         settings = profile(device)
         self._device = device

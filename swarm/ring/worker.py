@@ -88,7 +88,7 @@ class SegmentQueue:
 
 
 class StageWorker:
-    """Runs one stage of one plan until it is cancelled. `run` owns its thread and its tasks; the engine is its owner's."""
+    """Runs one stage of one plan until it is cancelled. `run` owns its thread and tasks; the engine is its owner's."""
 
     def __init__(self, node: NodeId, plan: Plan, engine: Engine, send: Send) -> None:
         self._node = node
