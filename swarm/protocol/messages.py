@@ -110,8 +110,11 @@ class Member:
     model: BlobId | None
     """The manifest this node can hand out, where it has one."""
     model_name: str
+    """That model's name. A name without a `model`: the node is acquiring it from outside."""
     wanted: str
     """The model named with ``--model``; empty where the swarm's will do."""
+    round_trip_ms: float = 0.0
+    """Median round trip from this node to the others; 0 until measured. High where the node is behind a slow link."""
 
 
 @dataclass(frozen=True, slots=True)
