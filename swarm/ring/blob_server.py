@@ -1,0 +1,130 @@
+"""Hands blobs of the store to other nodes: HTTPS with ranges, on the port of the links.
+
+A node shows who it is and that it knows the swarm's secret (`pairing.http_token`) with every request.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import BinaryIO
+
+import anyio
+import anyio.to_thread
+from aiohttp import web
+
+from swarm.model.store import Store
+from swarm.protocol.ids import BlobId, NodeId, is_blob_id, is_node_id
+from swarm.ring.pairing import check_http_token
+
+CHUNK_BYTES = 512 * 1024
+"""Read from disk, sent, received, hashed and written at once."""
+
+MAX_SENDS = 8
+"""Blobs that a node sends at once: 4 MiB of memory, and enough to fill a gigabit line."""
+
+QUEUE_TIMEOUT_S = 10.0
+"""A request waits this long for one of `MAX_SENDS` before it is told that we are busy."""
+
+STALL_TIMEOUT_S = 15.0
+"""One chunk takes at most this long, either way: silence, or less than 35 kB/s, ends the transfer."""
+
+NODE_HEADER = "X-Swarm-Node"
+SCHEME = "Swarm"
+"""Of the header ``Authorization: Swarm TOKEN``."""
+
+
+class BlobServer:
+    """Answers ``GET`` and ``HEAD /blob/<id>`` for nodes that know the swarm's secret."""
+
+    def __init__(self, store: Store, node: NodeId, secret: bytes, *, stall_timeout_s: float = STALL_TIMEOUT_S) -> None:
+        self._store = store
+        self._node = node
+        self._secret = secret
+        self._stall_timeout_s = stall_timeout_s
+        self._slots = anyio.CapacityLimiter(MAX_SENDS)
+        self.sent: Counter[NodeId] = Counter()
+        """Bytes handed to the socket, by receiver."""
+
+    def routes(self) -> list[web.RouteDef]:
+        return [web.get("/blob/{blob}", self._serve)]
+
+    async def _serve(self, request: web.Request) -> web.StreamResponse:
+        client = self._authorised(request)
+        name = request.match_info["blob"]
+        if not is_blob_id(name):
+            raise web.HTTPNotFound(text="not the name of a blob")
+        opened = await anyio.to_thread.run_sync(self._open, BlobId(name))
+        if opened is None:
+            raise web.HTTPNotFound(text="this node does not have the blob")
+        file, size = opened
+        try:
+            return await self._answer(request, client, file, size)
+        finally:
+            file.close()
+
+    def _authorised(self, request: web.Request) -> NodeId:
+        client = request.headers.get(NODE_HEADER, "")
+        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        if not is_node_id(client) or scheme != SCHEME:
+            raise web.HTTPForbidden(text=f"needs the headers {NODE_HEADER} and Authorization: {SCHEME} TOKEN")
+        if not check_http_token(self._secret, self._node, NodeId(client), token):
+            raise web.HTTPForbidden(text="the token is wrong: this swarm has another secret")
+        return NodeId(client)
+
+    def _open(self, blob: BlobId) -> tuple[BinaryIO, int] | None:
+        if not self._store.has(blob):
+            return None
+        path: Path = self._store.path(blob)
+        try:
+            return path.open("rb"), path.stat().st_size
+        except OSError:  # removed meanwhile
+            return None
+
+    async def _answer(self, request: web.Request, client: NodeId, file: BinaryIO, size: int) -> web.StreamResponse:
+        start, stop = _requested(request, size)
+        response = web.StreamResponse(headers={"Accept-Ranges": "bytes"})
+        response.content_type = "application/octet-stream"
+        response.content_length = stop - start
+        if stop - start < size:
+            response.set_status(206)
+            response.headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
+        if request.method == "HEAD":
+            await response.prepare(request)
+            return response
+        with anyio.move_on_after(QUEUE_TIMEOUT_S) as waiting:
+            await self._slots.acquire_on_behalf_of(request)
+        if waiting.cancelled_caught:
+            raise web.HTTPServiceUnavailable(text="busy with other nodes", headers={"Retry-After": "1"})
+        try:
+            await response.prepare(request)
+            file.seek(start)
+            while start < stop and (count := await self._send_chunk(response, file, stop - start)):
+                start += count
+                self.sent[client] += count
+        except ConnectionError:  # the receiver went; it resumes elsewhere or later
+            start = stop
+        finally:
+            self._slots.release_on_behalf_of(request)
+        if start < stop and request.transport is not None:
+            request.transport.abort()  # the one way to say, after the header, that no more comes
+        return response
+
+    async def _send_chunk(self, response: web.StreamResponse, file: BinaryIO, most: int) -> int:
+        """How many bytes went; 0 where the receiver takes none, or the file has no more."""
+        data = await anyio.to_thread.run_sync(file.read, min(CHUNK_BYTES, most))
+        with anyio.move_on_after(self._stall_timeout_s) as waiting:
+            await response.write(data)
+        return 0 if waiting.cancelled_caught else len(data)
+
+
+def _requested(request: web.Request, size: int) -> tuple[int, int]:
+    """The half-open range of bytes that a request asks for. Raises 416 where there is none."""
+    try:
+        wanted = request.http_range
+    except ValueError:
+        wanted = slice(size, size)
+    start, stop, _ = wanted.indices(size)
+    if start >= stop and (size or wanted.start is not None):
+        raise web.HTTPRequestRangeNotSatisfiable(headers={"Content-Range": f"bytes */{size}"})
+    return start, stop
