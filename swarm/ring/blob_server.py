@@ -42,7 +42,7 @@ class BlobServer:
         self._node = node
         self._secret = secret
         self._stall_timeout_s = stall_timeout_s
-        self._slots = anyio.CapacityLimiter(MAX_SENDS)
+        self._slots = anyio.Semaphore(MAX_SENDS)
         self.sent: Counter[NodeId] = Counter()
         """Bytes handed to the socket, by receiver."""
 
@@ -93,7 +93,7 @@ class BlobServer:
             await response.prepare(request)
             return response
         with anyio.move_on_after(QUEUE_TIMEOUT_S) as waiting:
-            await self._slots.acquire_on_behalf_of(request)
+            await self._slots.acquire()
         if waiting.cancelled_caught:
             raise web.HTTPServiceUnavailable(text="busy with other nodes", headers={"Retry-After": "1"})
         try:
@@ -105,7 +105,7 @@ class BlobServer:
         except ConnectionError:  # the receiver went; it resumes elsewhere or later
             start = stop
         finally:
-            self._slots.release_on_behalf_of(request)
+            self._slots.release()
         if start < stop and request.transport is not None:
             request.transport.abort()  # the one way to say, after the header, that no more comes
         return response

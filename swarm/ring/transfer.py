@@ -266,8 +266,7 @@ class BlobFetcher:
 
     async def _try(self, attempt: _Attempts, source: BlobSource) -> None:
         """One attempt with one source, ending in the whole blob or a `AttemptError`."""
-        partial = self._store.partial(attempt.blob, attempt.size)
-        await anyio.to_thread.run_sync(partial.__enter__)
+        partial = await anyio.to_thread.run_sync(self._open, attempt, source.node)
         try:
             attempt.begin(partial.have)
             if partial.have < partial.size or partial.size == 0:
@@ -277,14 +276,21 @@ class BlobFetcher:
             with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(partial.close)
 
+    def _open(self, attempt: _Attempts, node: NodeId) -> PartialBlob:
+        partial = self._store.partial(attempt.blob, attempt.size).__enter__()
+        if partial.have and not attempt.may_go_on(partial.have, node):
+            partial.discard()
+            partial = self._store.partial(attempt.blob, attempt.size).__enter__()
+        return partial
+
     async def _finish(self, attempt: _Attempts, partial: PartialBlob) -> None:
         try:
             await anyio.to_thread.run_sync(partial.finish)
         except StoreError as error:
             if error.expected != f"SHA-256 {attempt.blob}":
                 raise  # the disk's fault, not the bytes'
-            guilty = attempt.wrong()
-            self.distrusted.update(dict.fromkeys(guilty, f"sent wrong bytes for blob {attempt.blob[:12]}"))
+            for node in attempt.wrong():
+                self.distrusted[node] = f"sent wrong bytes for blob {attempt.blob[:12]}"
             raise AttemptError("the bytes are not those of the blob; starting over") from None
 
     async def _download(self, attempt: _Attempts, partial: PartialBlob, source: BlobSource) -> None:
@@ -341,7 +347,8 @@ async def _check(response: aiohttp.ClientResponse, partial: PartialBlob) -> None
         raise BusyError("it is busy with other nodes")
     if response.status not in (200, 206):
         reason = (await response.content.read(200)).decode(errors="replace").splitlines()
-        raise RefusedError(f"it refuses ({response.status})", found=reason[0] if reason else response.reason or "")
+        kind = RefusedError if response.status < 500 else AttemptError
+        raise kind(f"it refuses ({response.status})", found=reason[0] if reason else response.reason or "")
     missing = partial.size - partial.have
     expected = f"bytes {partial.have}-{partial.size - 1}/{partial.size}" if partial.have else ""
     found = response.headers.get("Content-Range", "") if response.status == 206 else ""
@@ -363,38 +370,42 @@ def _nobody(blob: BlobId, size: int, complaints: Sequence[str]) -> StoreError:
 
 
 class _Attempts:
-    """What is known about the bytes of one blob over all attempts."""
+    """What is known about the bytes of one blob over all attempts: who sent them, and whom to blame."""
 
     def __init__(self, blob: BlobId, size: int, on_have: OnHave) -> None:
         self.blob = blob
         self.size = size
         self.by_node: Counter[NodeId] = Counter()
         self._on_have = on_have
-        self._expected_have = 0
-        self._contributors: set[NodeId] = set()
+        self._have = 0
+        self._senders: set[NodeId] = set()
         self._strangers = False
-        self._restarts = 0
+        """Bytes that did not come through here: of an earlier run, or of another task with the same blob."""
+        self._alone = False
+        """From now on the whole blob comes from one sender, so that wrong bytes have one possible origin."""
+
+    def may_go_on(self, have: int, node: NodeId) -> bool:
+        """Whether `node` may add to the `have` bytes that are here."""
+        return not self._alone or (have == self._have and self._senders <= {node})
 
     def begin(self, have: int) -> None:
-        # Bytes that we did not count are of an earlier run, or of another task that fetched the same blob.
-        self._strangers = self._strangers or have != self._expected_have
-        self._expected_have = have
+        if have == 0:
+            self._senders.clear()
+        self._strangers = have > 0 and (self._strangers or have != self._have)
+        self._have = have
         self._on_have(have)
 
     def received(self, node: NodeId, count: int, have: int) -> None:
         self.by_node[node] += count
-        self._contributors.add(node)
-        self._expected_have = have
+        self._senders.add(node)
+        self._have = have
         self._on_have(have)
 
     def wrong(self) -> frozenset[NodeId]:
-        """The whole is wrong: who is to blame. Nobody the first time that several are possible: a restart tells."""
-        several = self._strangers or len(self._contributors) > 1
-        guilty = frozenset(self._contributors) if not several or self._restarts else frozenset()
-        self._contributors.clear()
-        self._strangers, self._expected_have = False, 0
-        self._restarts += 1
-        return guilty
+        """The whole is wrong and was removed: who is to blame. Nobody where it may have been one of several."""
+        certain = len(self._senders) == 1 and not self._strangers
+        self._alone = True
+        return frozenset(self._senders) if certain else frozenset()
 
 
 class _Total:
