@@ -26,6 +26,7 @@ from swarm.engine.devices import profile
 from swarm.engine.sampling import draw
 from swarm.model.cut import HIDDEN_INPUT, LOGITS_OUTPUT
 from swarm.model.layers import TOKENS_INPUT
+from swarm.model.shard import Shard
 from swarm.protocol.errors import CapacityError, DeviceError
 from swarm.protocol.ids import SessionId
 from swarm.protocol.messages import RowKind, Segment
@@ -43,10 +44,8 @@ _HEAD_ROWS = "head_rows"
 class PagedEngine:
     """Implements `base.Engine` on any shard that the paged-attention pass takes."""
 
-    def __init__(
-        self, shard: ov.Model, device: str, kv_tokens: int, vocabulary: int, threads: int | None = None
-    ) -> None:
-        """Compile `shard` (which is used up) for `device` with room for `kv_tokens` positions; blocking, seconds.
+    def __init__(self, shard: Shard, device: str, kv_tokens: int, vocabulary: int, threads: int | None = None) -> None:
+        """Compile `shard` (whose model is used up) for `device` with room for `kv_tokens` positions; blocking, seconds.
 
         Token ids lie in ``[0, vocabulary)``. `threads` limits the CPU threads of inference. Raises `DeviceError` where
         the device refuses.
@@ -54,20 +53,22 @@ class PagedEngine:
         settings = profile(device)
         self._device = device
         self._vocabulary = vocabulary
-        self._last = shard.outputs[0].get_any_name() == LOGITS_OUTPUT
-        self._first = any(TOKENS_INPUT in port.get_names() for port in shard.inputs)
-        self._hidden_size = 0 if self._first else _hidden_size(shard)
+        self._weights = shard.weights
+        model = shard.model
+        self._last = model.outputs[0].get_any_name() == LOGITS_OUTPUT
+        self._first = any(TOKENS_INPUT in port.get_names() for port in model.inputs)
+        self._hidden_size = 0 if self._first else _hidden_size(model)
         properties = dict(settings.properties)
         if threads is not None and device == "CPU":
             properties["INFERENCE_NUM_THREADS"] = threads
         try:
-            paged_attention_transformation(shard)
+            paged_attention_transformation(model)
             if not self._first:
-                _restore_hidden_size(shard, self._hidden_size)
+                _restore_hidden_size(model, self._hidden_size)
             if self._last:
-                _gather_head_rows(shard)
-            shard.validate_nodes_and_infer_types()
-            self._compiled = ov.Core().compile_model(shard, device, properties)
+                _gather_head_rows(model)
+            model.validate_nodes_and_infer_types()
+            self._compiled = ov.Core().compile_model(model, device, properties)
         except RuntimeError as error:
             raise DeviceError(f"{device} cannot compile the shard", found=_first_line(error)) from None
         self._pool = BlockPool(-(-kv_tokens // settings.block_tokens), settings.block_tokens)
@@ -123,7 +124,7 @@ class PagedEngine:
         self._pool.reset()
 
     def close(self) -> None:
-        del self._request, self._caches, self._compiled
+        del self._request, self._caches, self._compiled, self._weights
 
     def logits(self) -> Array:
         """Of the last forward's wanted rows, ``[rows, vocabulary]`` f32 in batch order; a view until the next one."""
@@ -238,28 +239,28 @@ class _Rows:
         self.block_begins.append(len(self.blocks))
 
 
-def _hidden_size(shard: ov.Model) -> int:
-    size: int = shard.input(HIDDEN_INPUT).get_partial_shape()[2].get_length()
+def _hidden_size(model: ov.Model) -> int:
+    size: int = model.input(HIDDEN_INPUT).get_partial_shape()[2].get_length()
     return size
 
 
-def _restore_hidden_size(shard: ov.Model, hidden_size: int) -> None:
+def _restore_hidden_size(model: ov.Model, hidden_size: int) -> None:
     """The pass leaves ``[?, ?]``; without the static size the shard's first norm is not fused and its bits change."""
-    for parameter in shard.get_parameters():
+    for parameter in model.get_parameters():
         if HIDDEN_INPUT in parameter.output(0).get_names():
             parameter.set_partial_shape(ov.PartialShape([-1, hidden_size]))
 
 
-def _gather_head_rows(shard: ov.Model) -> None:
+def _gather_head_rows(model: ov.Model) -> None:
     """Compute the head only for the rows listed in a new input ``head_rows [n]`` i64."""
-    node: Any = shard.get_results()[0]
+    node: Any = model.get_results()[0]
     while node.get_type_name() != "MatMul":
         node = node.input_value(0).get_node()
     rows = ops.parameter([-1], ov.Type.i64, name=_HEAD_ROWS)
     rows.output(0).set_names({_HEAD_ROWS})
     wanted = ops.gather(node.input_value(0), rows, ops.constant(np.int64(0)))
     node.input(0).replace_source_output(wanted.output(0))
-    shard.add_parameters([rows])
+    model.add_parameters([rows])
 
 
 def _first_line(error: Exception) -> str:

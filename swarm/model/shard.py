@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
 import cbor2
 import numpy as np
@@ -14,42 +13,53 @@ from swarm.model.cut import cut
 from swarm.model.manifest import Manifest, TensorRef
 from swarm.model.store import Store
 from swarm.protocol.errors import ModelError
+from swarm.protocol.tensors import Array
 
 
-def load_shard(manifest: Manifest, store: Store, start: int, end: int) -> ov.Model:
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A range of layers. OpenVINO does not hold on to `weights`: they must outlive whatever is compiled from `model`."""
+
+    model: ov.Model
+    weights: tuple[Array, ...] = ()
+
+
+def load_shard(manifest: Manifest, store: Store, start: int, end: int) -> Shard:
     """Layers ``[start, end)`` with their weights. Blocking, about half a second.
 
     Raises `StoreError` where a blob is missing and `UnsupportedModelError` where the graph cannot be cut there.
     """
-    shard = cut(_read_graph(store.read(manifest.graph.id)), start, end)
+    model = cut(_read_graph(store.read(manifest.graph.id)), start, end)
     tensors = {
         tensor.name: (store.path(blob.id), tensor) for blob in manifest.weights(start, end) for tensor in blob.tensors
     }
-    for parameter in list(shard.get_parameters()):
+    weights: list[Array] = []
+    for parameter in list(model.get_parameters()):
         name = parameter.get_friendly_name()
         if not name.startswith("weight."):
             continue
         if name not in tensors:
             raise ModelError("a graph that does not fit its manifest", expected=f"weights of {name}", found="none")
         path, tensor = tensors[name]
-        constant = _constant(path, tensor)
+        data = np.memmap(path, np.uint8, "r", tensor.offset, (tensor.bytes,))
+        weights.append(data)
+        constant = _constant(data, tensor)
         for target in list(parameter.output(0).get_target_inputs()):
             target.replace_source_output(constant.output(0))
-        shard.remove_parameter(parameter)
-    shard.validate_nodes_and_infer_types()
-    return shard
+        model.remove_parameter(parameter)
+    model.validate_nodes_and_infer_types()
+    return Shard(model, tuple(weights))
 
 
 def _read_graph(packed: bytes) -> ov.Model:
     try:
         xml, weights = cbor2.loads(packed)
-        return ov.Core().read_model(xml, np.frombuffer(weights or bytes(1), np.uint8).copy())
+        return ov.Core().read_model(xml, weights)
     except (ValueError, TypeError, RuntimeError) as error:
         raise ModelError("the model's graph cannot be read", found=str(error).strip()[:200]) from None
 
 
-def _constant(path: Path, tensor: TensorRef) -> ov.Node:
-    data: Any = np.memmap(path, np.uint8, "r", tensor.offset, (tensor.bytes,))
+def _constant(data: Array, tensor: TensorRef) -> ov.Node:
     kind = getattr(ov.Type, tensor.type, None)
     if not isinstance(kind, ov.Type):
         raise ModelError("unknown element type in a manifest", found=tensor.type[:40])
