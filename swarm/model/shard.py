@@ -18,7 +18,7 @@ from swarm.protocol.tensors import Array
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A range of layers. OpenVINO does not hold on to `weights`: they must outlive whatever is compiled from `model`."""
+    """A range of layers. OpenVINO does not hold on to `weights`: they must outlive what is compiled from `model`."""
 
     model: ov.Model
     weights: tuple[Array, ...] = ()
