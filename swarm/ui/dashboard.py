@@ -40,6 +40,9 @@ from swarm.ui.rows import (
 _OPEN = "open: no code, anyone on this network can join"
 _MAX_NOTICES = 3
 
+_NOUNS = ("stages", "members", "members at work", "notices")
+"""What the sections that may be cut are made of."""
+
 _COMPACT_BELOW = 12
 """Lines: a narrow screen lower than this leaves the model's name and the API out of its head."""
 
@@ -65,14 +68,15 @@ def lines(snapshot: Snapshot, width: int, height: int | None = None) -> list[Tex
     blocks = [ring(snapshot, plan, grid), others(snapshot, plan, grid), progress(snapshot, width)]
     remarks = [plan.note] if plan.note else []
     remarks += snapshot.notices[-_MAX_NOTICES:]
-    blocks.append([Row(_text(f" {fit(figures.clean(remark), width - 2)}", QUIET)) for remark in remarks])
+    shortened = [_text(f" {fit(figures.clean(remark), width - 2)}", QUIET) for remark in remarks]
+    blocks.append([Row(line, line is shortened[-1]) for line in shortened])
     compact = width < NARROW and height is not None and height < _COMPACT_BELOW
     answers = _answers(snapshot, width)
     top = [*_head(snapshot, width, compact), *_alert(snapshot, plan, width)]
     heading = [headings(grid, len(plan.stages))] if plan.stages else []
     room = 10**6 if height is None else height - len(top) - len(heading) - len(answers)
     shares = deal(room, [len(block) for block in blocks])
-    shown = [_cut(block, share) for block, share in zip(blocks, shares, strict=True)]
+    shown = [_cut(*block) for block in zip(blocks, shares, _NOUNS, strict=True)]
     sections = [top, heading + shown[0] + shown[1], shown[2], answers, shown[3]]
     sections = [section for section in sections if section]
     spare = room - sum(shares)
@@ -96,17 +100,17 @@ def shown_plan(snapshot: Snapshot) -> Plan:
 
 
 def deal(room: int, wants: Sequence[int]) -> list[int]:
-    """Deal `room` lines out to sections that want so many: one each in turn, the first ones first."""
+    """Deal `room` lines out to sections that want so many: in turn, two to the first and one to each other."""
     shares = [0] * len(wants)
     while room > 0 and any(share < want for share, want in zip(shares, wants, strict=True)):
         for index, want in enumerate(wants):
-            if shares[index] < want and room > 0:
-                shares[index] += 1
-                room -= 1
+            given = min(room, want - shares[index], 1 if index else 2)
+            shares[index] += given
+            room -= given
     return shares
 
 
-def _cut(rows: list[Row], share: int) -> list[Text]:
+def _cut(rows: list[Row], share: int, noun: str) -> list[Text]:
     """At most `share` lines, the last saying how many are left out; important ones stay.
 
     Where there is one line only, it is the important one: the ring's heading counts the rest.
@@ -119,7 +123,7 @@ def _cut(rows: list[Row], share: int) -> list[Text]:
     if share == 1 and rows[order[0]].important:
         return [rows[order[0]].line]
     kept = sorted(order[: share - 1])
-    more = _text(f"   +{len(rows) - len(kept)} more", QUIET)
+    more = _text(f"   +{len(rows) - len(kept)} more {noun}", QUIET)
     return [*(rows[i].line for i in kept), more]
 
 

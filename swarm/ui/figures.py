@@ -138,9 +138,9 @@ def bar(part: float, width: int) -> tuple[str, str]:
 def sweep(tick: float, width: int) -> tuple[str, str, str]:
     """(before, lit, after) cells of a bar whose end is not known: a short piece that goes to and fro with `tick`."""
     lit = max(1, width // 5)
-    path = max(1, width - lit)
-    step = int(tick * 4) % (2 * path)
-    at = step if step < path else 2 * path - step
+    path = width - lit
+    step = int(tick * 4) % (2 * path) if path else 0
+    at = min(step, 2 * path - step)
     return "─" * at, "━" * lit, "─" * (width - at - lit)
 
 
