@@ -1,0 +1,470 @@
+"""The planner: what a person expects of an office, and what must hold for every model and every swarm."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import replace
+from itertools import combinations, pairwise, permutations
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from swarm.protocol.errors import ProtocolError
+from swarm.protocol.ids import BlobId, Epoch, NodeId
+from swarm.protocol.plan import NO_PLAN, Plan, Stage
+from swarm.ring.fit import Load, ModelShape
+from swarm.ring.plan import (
+    HOP_OVERHEAD_MS,
+    MAX_EPOCH_NUMBER,
+    MAX_SLOWDOWN,
+    MIN_GAIN,
+    PRECISION,
+    SPEED_STEP,
+    TIE,
+    Offer,
+    check_plan,
+    make_plan,
+    predict,
+    quantized_speeds,
+)
+
+GB = 10**9
+MB = 10**6
+MANIFEST = BlobId("a" * 64)
+
+
+def node(number: int) -> NodeId:
+    return NodeId(f"{number:032x}")
+
+
+EPOCH = Epoch(1, node(1))
+
+
+def model(
+    layers: int = 30,
+    layer_bytes: int = 10 * MB,
+    embedding: int = 0,
+    head: int = 0,
+    *,
+    tied: bool = False,
+    kv: int = 1000,
+    hidden: int = 576,
+    context: int = 8192,
+) -> ModelShape:
+    sizes = (layer_bytes,) * layers
+    return ModelShape(MANIFEST, sizes, embedding, head, tied, (kv,) * layers, hidden, context)
+
+
+def offer(
+    number: int, memory: float = 8 * GB, speed: float = 10 * GB, round_trip_ms: float = 0.4, name: str = ""
+) -> Offer:
+    return Offer(node(number), name or f"PC-{number}", int(memory), "CPU", speed, round_trip_ms)
+
+
+def ranges(plan: Plan) -> list[tuple[str, int, int]]:
+    return [(stage.name, stage.start, stage.end) for stage in plan.stages]
+
+
+def sizes(plan: Plan) -> list[int]:
+    return [stage.end - stage.start for stage in plan.stages]
+
+
+# --- what a person expects ------------------------------------------------------------------------------------------
+
+
+def test_one_pc_holds_it_all() -> None:
+    plan = make_plan(model(), [offer(1)], EPOCH)
+    assert ranges(plan) == [("PC-1", 0, 30)]
+    assert plan.note == "one PC holds all 30 layers"
+    assert plan.predicted_token_ms == pytest.approx(30.0)
+    assert (plan.epoch, plan.model, plan.missing_bytes) == (EPOCH, MANIFEST, 0)
+
+
+def test_three_equal_pcs_share_thirty_layers_evenly() -> None:
+    plan = make_plan(model(), [offer(3), offer(1), offer(2)], EPOCH)
+    assert ranges(plan) == [("PC-1", 0, 10), ("PC-2", 10, 20), ("PC-3", 20, 30)]
+    assert plan.note == "3 PCs share 30 layers"
+    assert plan.predicted_token_ms == pytest.approx(30 + 3 * (0.2 + HOP_OVERHEAD_MS))
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 5, 6, 8, 10])
+def test_equal_pcs_differ_by_a_layer_at_most(count: int) -> None:
+    plan = make_plan(model(layer_bytes=50 * MB), [offer(i) for i in range(count)], EPOCH)
+    assert len(plan.stages) == count
+    assert max(sizes(plan)) - min(sizes(plan)) <= 1
+
+
+def test_the_head_counts_as_layers_and_the_embedding_does_not() -> None:
+    plan = make_plan(model(head=30 * MB, embedding=500 * MB), [offer(1), offer(2), offer(3)], EPOCH)
+    assert sizes(plan) == [11, 11, 8]
+
+
+def test_a_tied_head_is_the_embedding_again() -> None:
+    plan = make_plan(model(embedding=30 * MB, tied=True), [offer(1), offer(2), offer(3)], EPOCH)
+    assert sizes(plan) == [11, 11, 8]
+
+
+def test_measurement_noise_does_not_make_equal_pcs_unequal() -> None:
+    plan = make_plan(model(), [offer(1, speed=9.1 * GB), offer(2, speed=10.9 * GB), offer(3, speed=10 * GB)], EPOCH)
+    assert sizes(plan) == [10, 10, 10]
+
+
+def test_a_pc_twice_as_fast_gets_twice_the_layers() -> None:
+    plan = make_plan(model(), [offer(1, speed=20 * GB), offer(2, speed=10 * GB)], EPOCH)
+    assert sizes(plan) == [20, 10]
+
+
+def test_a_far_slower_pc_is_a_spare() -> None:
+    plan = make_plan(model(), [offer(1), offer(2), offer(7, speed=0.8 * GB)], EPOCH)
+    assert ranges(plan) == [("PC-1", 0, 15), ("PC-2", 15, 30)]
+    assert plan.note == "2 PCs share 30 layers; spare: PC-7"
+
+
+def test_a_far_slower_pc_serves_where_its_memory_is_needed() -> None:
+    offers = [offer(1, memory=170 * MB), offer(2, memory=170 * MB), offer(7, memory=300 * MB, speed=0.8 * GB)]
+    plan = make_plan(model(kv=0), offers, EPOCH)
+    assert {stage.name: stage.end - stage.start for stage in plan.stages} == {"PC-1": 14, "PC-2": 14, "PC-7": 2}
+
+
+def test_a_pc_behind_a_slow_link_is_a_spare() -> None:
+    plan = make_plan(model(), [offer(1), offer(2), offer(3, round_trip_ms=80)], EPOCH)
+    assert [stage.name for stage in plan.stages] == ["PC-1", "PC-2"]
+
+
+def test_a_small_model_on_a_slow_network_runs_alone() -> None:
+    plan = make_plan(model(), [offer(i, round_trip_ms=50) for i in (1, 2, 3)], EPOCH)
+    assert ranges(plan) == [("PC-1", 0, 30)]
+    assert plan.note == "PC-1 runs alone: a ring would be slower; spares: PC-2, PC-3"
+
+
+def test_alone_means_on_the_fastest() -> None:
+    plan = make_plan(model(), [offer(1, round_trip_ms=50), offer(2, speed=15 * GB, round_trip_ms=50)], EPOCH)
+    assert ranges(plan) == [("PC-2", 0, 30)]
+
+
+def test_a_large_model_on_a_slow_network_still_runs_where_nobody_holds_it_alone() -> None:
+    plan = make_plan(model(), [offer(i, memory=230 * MB, round_trip_ms=50) for i in (1, 2, 3)], EPOCH)
+    assert len(plan.stages) >= 2
+
+
+def test_one_user_never_waits_more_than_twice_as_long_as_alone() -> None:
+    """Twenty stages of 1 ms and 5 ms hops would saturate faster than fewer, but each token would take 120 ms."""
+    plan = make_plan(model(layers=20), [offer(i, round_trip_ms=9) for i in range(20)], EPOCH)
+    assert 1 < len(plan.stages) < 20
+    assert plan.predicted_token_ms <= MAX_SLOWDOWN * 20
+
+
+def test_more_pcs_than_layers_leave_spares() -> None:
+    plan = make_plan(model(layers=4, layer_bytes=100 * MB), [offer(i) for i in range(7)], EPOCH)
+    assert sizes(plan) == [1, 1, 1, 1]
+    assert plan.note.endswith("spares: PC-4, PC-5, PC-6")
+
+
+def test_many_spares_are_counted_not_listed() -> None:
+    plan = make_plan(model(layers=2, layer_bytes=GB), [offer(i) for i in range(9)], EPOCH)
+    assert plan.note.endswith("and 4 more")
+
+
+def test_pcs_that_would_only_shrink_the_last_stage_stay_spare() -> None:
+    """With 30 layers, 16 to 29 equal PCs are no faster than 15: some stage has two layers anyway."""
+    plan = make_plan(model(layer_bytes=100 * MB), [offer(i) for i in range(20)], EPOCH)
+    assert len(plan.stages) == 15
+
+
+def test_unmeasured_speed_counts_as_the_slowest_known() -> None:
+    plan = make_plan(model(), [offer(1, speed=20 * GB), offer(2, speed=10 * GB), offer(3, speed=0)], EPOCH)
+    assert sizes(plan) == [16, 7, 7] or sizes(plan) == [15, 8, 7]
+
+
+def test_nobody_measured_yet_is_an_even_split() -> None:
+    assert sizes(make_plan(model(), [offer(i, speed=0) for i in range(3)], EPOCH)) == [10, 10, 10]
+
+
+# --- KV promises ----------------------------------------------------------------------------------------------------
+
+
+def test_the_largest_promise_that_fits_is_taken() -> None:
+    shape = model(kv=1000)  # 30 kB a token: 16384 tokens are 491 MB
+    for tokens in (4 * 4096, 2 * 4096, 4096, 2048):
+        need = Load.of(shape, tokens).stage_memory(0, 30)
+        assert make_plan(shape, [offer(1, memory=need)], EPOCH).kv_tokens == tokens
+        assert make_plan(shape, [offer(1, memory=need - 1)], EPOCH).kv_tokens < tokens
+
+
+def test_promises_stay_within_the_models_context() -> None:
+    assert make_plan(model(context=2048), [offer(1)], EPOCH).kv_tokens == 4 * 2048
+    assert make_plan(model(context=512), [offer(1, memory=GB)], EPOCH).kv_tokens == 4 * 512
+
+
+def test_room_for_more_sessions_is_not_worth_a_far_slower_ring() -> None:
+    """The fast PC holds two sessions alone; the slow one could add room for four, at half the rate and worse."""
+    shape = model(kv=10_000)
+    alone = Load.of(shape, 2 * 4096).stage_memory(0, 30)
+    plan = make_plan(shape, [offer(1, memory=alone), offer(2, memory=9 * GB, speed=0.3 * GB)], EPOCH)
+    assert [stage.name for stage in plan.stages] == ["PC-1"]
+    assert plan.kv_tokens == 2 * 4096
+
+
+def test_a_stage_shows_all_it_needs() -> None:
+    shape = model(layers=4, embedding=7 * MB, head=3 * MB)
+    plan = make_plan(shape, [offer(1), offer(2)], EPOCH)
+    load = Load.of(shape, plan.kv_tokens)
+    assert [stage.bytes for stage in plan.stages] == [load.stage_memory(s.start, s.end) for s in plan.stages]
+
+
+# --- what does not fit ----------------------------------------------------------------------------------------------
+
+
+def test_a_model_too_large_names_what_is_missing() -> None:
+    shape = model(layer_bytes=GB, hidden=1024)
+    plan = make_plan(shape, [offer(1, memory=8 * GB), offer(2, memory=16 * GB)], EPOCH)
+    assert plan.stages == ()
+    assert plan.kv_tokens == 0
+    assert plan.missing_bytes > 6 * GB
+    assert plan.note == f"the swarm lacks {plan.missing_bytes / 1e9:.1f} GB of memory for this model"
+
+
+def test_adding_exactly_what_is_missing_makes_it_fit() -> None:
+    shape = model(layer_bytes=GB, embedding=2 * GB, tied=True)
+    small, large = offer(1, memory=8 * GB), offer(2, memory=16 * GB)
+    missing = make_plan(shape, [small, large], EPOCH).missing_bytes
+    assert make_plan(shape, [small, replace(large, memory_bytes=16 * GB + missing)], EPOCH).stages
+    assert not make_plan(shape, [small, replace(large, memory_bytes=16 * GB + missing - 1)], EPOCH).stages
+
+
+def test_without_offers_the_whole_model_is_missing() -> None:
+    shape = model()
+    plan = make_plan(shape, [], EPOCH)
+    assert plan.missing_bytes == Load.of(shape, 2048).stage_memory(0, 30)
+
+
+def test_a_remark_is_on_every_screen() -> None:
+    assert make_plan(model(), [offer(1)], EPOCH, remark="without PC-2: no compiler").note.endswith(
+        "; without PC-2: no compiler"
+    )
+    assert make_plan(model(), [offer(1, memory=1)], EPOCH, remark="without PC-2").note.endswith("; without PC-2")
+
+
+# --- re-planning ----------------------------------------------------------------------------------------------------
+
+
+def test_a_newcomer_goes_where_the_others_keep_their_layers() -> None:
+    first = make_plan(model(), [offer(5)], EPOCH)
+    second = make_plan(model(), [offer(5), offer(3)], EPOCH, previous=first)
+    third = make_plan(model(), [offer(5), offer(3), offer(1)], EPOCH, previous=second)
+    assert ranges(second) == [("PC-5", 0, 15), ("PC-3", 15, 30)]
+    assert ranges(third) == [("PC-5", 0, 10), ("PC-1", 10, 20), ("PC-3", 20, 30)]
+
+
+def test_larger_swarms_keep_the_order_of_the_plan_before() -> None:
+    first = make_plan(model(layer_bytes=GB // 10), [offer(i) for i in (3, 4, 5, 6, 7)], EPOCH)
+    second = make_plan(model(layer_bytes=GB // 10), [offer(i) for i in (1, 3, 4, 5, 6, 7)], EPOCH, previous=first)
+    assert [stage.name for stage in second.stages] == ["PC-3", "PC-4", "PC-5", "PC-6", "PC-7", "PC-1"]
+
+
+def test_the_same_offers_give_the_same_plan_again() -> None:
+    offers = [offer(i, speed=(5 + i) * GB) for i in range(7)]
+    first = make_plan(model(), offers, EPOCH)
+    assert make_plan(model(), offers, EPOCH, previous=first).stages == first.stages
+
+
+def test_losing_the_last_pc_moves_only_what_it_held() -> None:
+    first = make_plan(model(), [offer(1), offer(2), offer(3)], EPOCH)
+    second = make_plan(model(), [offer(1), offer(2)], EPOCH, previous=first)
+    assert ranges(second) == [("PC-1", 0, 15), ("PC-2", 15, 30)]
+
+
+def test_predict_agrees_with_the_plan() -> None:
+    offers = [offer(1, speed=7 * GB), offer(2, round_trip_ms=3), offer(3)]
+    plan = make_plan(model(head=20 * MB), offers, EPOCH)
+    prediction = predict(model(head=20 * MB), offers, plan.stages)
+    assert prediction is not None
+    assert prediction.token_ms == pytest.approx(plan.predicted_token_ms, abs=1e-3)
+    assert prediction.bottleneck_ms < prediction.token_ms
+
+
+def test_predict_knows_when_a_plan_no_longer_stands() -> None:
+    plan = make_plan(model(), [offer(1), offer(2)], EPOCH)
+    assert predict(model(), [offer(1)], plan.stages) is None
+    assert predict(model(), [offer(1), offer(2, memory=plan.stages[1].bytes - 1)], plan.stages) is None
+    assert predict(model(), [offer(1)], ()) is None
+
+
+def test_two_hundred_pcs_and_a_hundred_and_thirty_layers_are_planned_at_once() -> None:
+    rng = random.Random(7)
+    shape = model(130, 500 * MB, 2 * GB, 2 * GB, kv=4096, hidden=16384)
+    offers = [
+        offer(i, memory=rng.uniform(4, 24) * GB, speed=rng.uniform(5, 40) * GB, round_trip_ms=rng.uniform(0.3, 3))
+        for i in range(200)
+    ]
+    began = time.process_time()
+    plan = make_plan(shape, offers, EPOCH)
+    assert plan.stages
+    assert time.process_time() - began < 5, "a fraction of a second where nothing else runs"
+
+
+# --- speeds ---------------------------------------------------------------------------------------------------------
+
+
+def test_speeds_within_a_step_of_the_fastest_become_one() -> None:
+    speeds = quantized_speeds([offer(1, speed=100), offer(2, speed=81), offer(3, speed=79), offer(4, speed=64)])
+    assert speeds == [90.5, 90.5, 71.5, 71.5]
+
+
+@given(st.lists(st.floats(1e8, 1e11), min_size=1, max_size=20))
+def test_grouped_speeds_keep_the_order_and_stay_near(speeds: list[float]) -> None:
+    grouped = quantized_speeds([offer(i, speed=speed) for i, speed in enumerate(speeds)])
+    for raw, value in zip(speeds, grouped, strict=True):
+        assert raw / SPEED_STEP * 0.999 <= value <= raw * SPEED_STEP * 1.001
+    by_speed = sorted(zip(speeds, grouped, strict=True))
+    assert [value for _, value in by_speed] == sorted(value for _, value in by_speed)
+
+
+# --- for every model and swarm --------------------------------------------------------------------------------------
+
+MODELS = st.lists(st.integers(1, 60), min_size=1, max_size=7).flatmap(
+    lambda layers: st.builds(
+        ModelShape,
+        manifest=st.just(MANIFEST),
+        layer_bytes=st.just(tuple(size * MB for size in layers)),
+        embedding_bytes=st.integers(0, 50).map(lambda n: n * MB),
+        head_bytes=st.integers(0, 50).map(lambda n: n * MB),
+        head_uses_embedding=st.booleans(),
+        kv_bytes_per_token=st.lists(st.integers(0, 4000), min_size=len(layers), max_size=len(layers)).map(tuple),
+        hidden_size=st.integers(0, 256),
+        context_tokens=st.sampled_from([512, 2048, 8192]),
+    )
+)
+
+
+def swarms(largest: int, memory: int = 300) -> st.SearchStrategy[list[Offer]]:
+    rows = st.tuples(
+        st.integers(0, memory), st.sampled_from([0.3, 1.0, 1.1, 3.0, 10.0]), st.sampled_from([0.0, 1.0, 40.0])
+    )
+    return st.lists(rows, min_size=0, max_size=largest).map(
+        lambda found: [offer(i, m * MB, s * GB, r) for i, (m, s, r) in enumerate(found)]
+    )
+
+
+@given(MODELS, swarms(12))
+def test_every_plan_keeps_the_promises(shape: ModelShape, offers: list[Offer]) -> None:
+    plan = make_plan(shape, offers, EPOCH)
+    check_plan(plan)
+    memory = {o.node: o.memory_bytes for o in offers}
+    load = Load.of(shape, plan.kv_tokens)
+    if plan.stages:
+        assert [layer for s in plan.stages for layer in s.layers] == list(range(len(shape.layer_bytes)))
+        assert plan.kv_tokens >= min(2048, shape.context_tokens)
+        assert plan.missing_bytes == 0
+    else:
+        assert plan.missing_bytes > 0
+    for stage in plan.stages:
+        assert stage.bytes == load.stage_memory(stage.start, stage.end) <= memory[stage.node]
+    alone = [load.compute_total / o.speed * 1e3 for o in offers if load.stage_memory(0, load.layers) <= o.memory_bytes]
+    if alone and plan.stages:
+        assert plan.predicted_token_ms <= min(alone) * MAX_SLOWDOWN * SPEED_STEP + 1e-3
+
+
+@given(MODELS, swarms(12), st.randoms(use_true_random=False))
+def test_the_order_of_offers_does_not_matter(shape: ModelShape, offers: list[Offer], rng: random.Random) -> None:
+    shuffled = rng.sample(offers, len(offers))
+    assert make_plan(shape, offers, EPOCH) == make_plan(shape, shuffled, EPOCH)
+
+
+@given(MODELS, swarms(11), st.data())
+def test_more_memory_never_makes_a_plan_impossible(shape: ModelShape, offers: list[Offer], data: st.DataObject) -> None:
+    plan = make_plan(shape, offers, EPOCH)
+    assume(plan.stages)
+    extra = data.draw(st.lists(st.integers(0, 90), min_size=len(offers), max_size=len(offers)))
+    richer = [replace(o, memory_bytes=o.memory_bytes + e * MB) for o, e in zip(offers, extra, strict=True)]
+    assert make_plan(shape, richer, EPOCH).stages
+
+
+@given(MODELS, swarms(6))
+def test_a_further_pc_never_makes_a_plan_impossible(shape: ModelShape, offers: list[Offer]) -> None:
+    assume(make_plan(shape, offers, EPOCH).stages)
+    assert make_plan(shape, [*offers, offer(99, memory=1)], EPOCH).stages
+
+
+@given(MODELS, swarms(4, memory=60))
+def test_the_missing_memory_is_exact(shape: ModelShape, offers: list[Offer]) -> None:
+    missing = make_plan(shape, offers, EPOCH).missing_bytes
+    assume(missing and offers)
+    largest = max(offers, key=lambda o: o.memory_bytes)
+    others = [o for o in offers if o is not largest]
+    for add, fits in ((missing, True), (missing - 1, False)):
+        helped = replace(largest, memory_bytes=largest.memory_bytes + add)
+        assert bool(make_plan(shape, [*others, helped], EPOCH).stages) is fits
+
+
+def cuts(layers: int, stages: int) -> list[list[tuple[int, int]]]:
+    """Every way to cut `layers` into `stages` ranges of at least one."""
+    return [list(pairwise([0, *inner, layers])) for inner in combinations(range(1, layers), stages - 1)]
+
+
+@given(MODELS, st.lists(st.tuples(st.integers(1, 120), st.sampled_from([1.0, 3.0, 10.0])), min_size=2, max_size=3))
+def test_small_swarms_get_the_best_split_there_is(shape: ModelShape, rows: list[tuple[int, float]]) -> None:
+    """Against every order and every cut, where nobody holds the model alone and links are equal."""
+    shape = replace(shape, kv_bytes_per_token=(0,) * len(shape.layer_bytes))
+    offers = [offer(i, memory * MB, speed * GB, 1.0) for i, (memory, speed) in enumerate(rows)]
+    load = Load.of(shape, 0)
+    assume(all(load.stage_memory(0, load.layers) > o.memory_bytes for o in offers))
+    hop = 0.5 + HOP_OVERHEAD_MS
+    best: dict[int, float] = {}
+    for count in range(2, len(offers) + 1):
+        for row in permutations(offers, count):
+            for cut in cuts(load.layers, count):
+                work = [
+                    (o, load.stage_memory(*r), load.compute(*r, r[1] == load.layers))
+                    for o, r in zip(row, cut, strict=True)
+                ]
+                if all(need <= o.memory_bytes for o, need, _ in work):
+                    slowest = max(compute / o.speed * 1e3 for o, _, compute in work) + hop
+                    best[count] = min(best.get(count, slowest), slowest)
+    plan = make_plan(shape, offers, EPOCH)
+    assert bool(plan.stages) == bool(best)
+    if not plan.stages:
+        return
+    prediction = predict(shape, offers, plan.stages)
+    assert prediction is not None
+    found, count = prediction.bottleneck_ms, len(plan.stages)
+    slack = TIE * (1 + 2 * PRECISION)
+    assert found <= best[count] * slack
+    for other, time_ms in best.items():
+        if other > count:
+            assert time_ms * (1 + MIN_GAIN * (other / count - 1)) * slack >= best[count], "worth its further stage"
+
+
+# --- plans from peers -----------------------------------------------------------------------------------------------
+
+
+def stage(number: int, start: int, end: int) -> Stage:
+    return Stage(node(number), f"PC-{number}", start, end, "CPU", 1)
+
+
+@pytest.mark.parametrize(
+    ("plan", "found"),
+    [
+        (Plan(Epoch(MAX_EPOCH_NUMBER, node(1)), None), "epoch"),
+        (Plan(Epoch(-1, node(1)), None), "epoch"),
+        (Plan(EPOCH, MANIFEST, (stage(1, 0, 5), stage(1, 5, 9))), "two stages"),
+        (Plan(EPOCH, MANIFEST, (stage(1, 0, 5), stage(2, 5, 5))), "empty"),
+        (Plan(EPOCH, MANIFEST, (stage(1, 0, 5), stage(2, 6, 9))), "ranges"),
+        (Plan(EPOCH, MANIFEST, (stage(1, 1, 5),)), "ranges"),
+        (Plan(EPOCH, MANIFEST, (stage(1, 0, 5), stage(2, 4, 9))), "ranges"),
+        (Plan(EPOCH, MANIFEST, (stage(1, 0, 5000),)), "5000"),
+        (Plan(EPOCH, None, (stage(1, 0, 5),)), "no model"),
+        (Plan(EPOCH, MANIFEST, (), kv_tokens=-1), "negative"),
+    ],
+)
+def test_plans_no_honest_proposer_makes_are_refused(plan: Plan, found: str) -> None:
+    with pytest.raises(ProtocolError, match=found):
+        check_plan(plan)
+
+
+def test_plans_an_honest_proposer_makes_are_not() -> None:
+    check_plan(NO_PLAN)
+    check_plan(make_plan(model(), [offer(1), offer(2)], EPOCH))
+    check_plan(make_plan(model(), [], EPOCH))
