@@ -27,6 +27,8 @@ def describe(array: Array) -> list[int]:
 
 def payload(array: Array) -> memoryview:
     """The bytes of `array` without a copy where it is contiguous."""
+    if array.size == 0:
+        return memoryview(b"")  # numpy's own view of nothing cannot be cast
     return np.ascontiguousarray(array).data.cast("B")
 
 

@@ -42,6 +42,10 @@ CLOSE_TIMEOUT_S = 3.0
 """A peer that does not answer the closing handshake of the carrier within this is cut off."""
 
 
+_writers: set[asyncio.Task[None]] = set()
+"""Event loops hold their tasks weakly; a link that nobody holds any more must still end in good order."""
+
+
 class Link(Protocol):
     """Messages to and from one peer. Whoever holds a link closes or aborts it."""
 
@@ -162,6 +166,8 @@ class FramedLink:
     def start(self) -> None:
         """Begin to send. Needs a running event loop."""
         self._writer = asyncio.create_task(self._write(), name=f"link to {self._peer.name}")
+        _writers.add(self._writer)
+        self._writer.add_done_callback(_writers.discard)
 
     async def send(self, message: Message) -> None:
         frames = encode(message)
