@@ -86,8 +86,8 @@ def _control_groups(root: Path) -> list[tuple[Path, str, str]]:
         return []
     groups = []
     for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers not in ("", "memory"):
+        controllers, _, path = line.partition(":")[2].partition(":")
+        if controllers not in ("", "memory") or not path:
             continue
         base = root / "sys/fs/cgroup" / controllers
         names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")

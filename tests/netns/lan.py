@@ -98,6 +98,12 @@ class Lan:
     """`nodes` on one bridge, itself in a namespace of its own: the machine's own network is not touched."""
 
     nodes: tuple[Namespace, ...]
+    switch: str
+
+    def isolate(self, index: int, isolated: bool) -> None:
+        """Keep a node's packets from the other isolated nodes; its cable stays in."""
+        port, state = f"port{index + 1}", "on" if isolated else "off"
+        _ip("-n", self.switch, "link", "set", port, "type", "bridge_slave", "isolated", state)
 
 
 @contextlib.contextmanager
@@ -121,7 +127,7 @@ def lan(count: int, *, subnet: str = "10.77.0") -> Iterator[Lan]:
             node.ip("address", "add", f"{node.address}/24", "dev", node.interface)
             node.plug()
             nodes.append(node)
-        yield Lan(tuple(nodes))
+        yield Lan(tuple(nodes), switch)
     finally:
         for name in reversed(names):
             _remove(name)
