@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import os
 import shutil
 import struct
@@ -25,6 +26,9 @@ from swarm.protocol.limits import MAX_CONTEXT_TOKENS
 IR_FILES = ("openvino_model.xml", "openvino_model.bin", *TOKENIZER_IRS)
 """A whole IR directory of a language model."""
 
+REFUSED = 2
+"""Exit status; the reason is the last line on stderr."""
+
 _TOKENS_KEPT = 8192
 """The converter's tokenizers drop all of a text but its last 8,192 tokens, without a word."""
 
@@ -34,7 +38,8 @@ def convert(source: Path, target: Path) -> None:
 
     `target` appears whole or not at all; where it exists already, the old one stays.
     """
-    gguf.check_convertible(gguf.read_header(source), source.name)
+    header = gguf.read_header(source)
+    gguf.check_convertible(header, source.name)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(
         prefix=f".{target.name}-", dir=target.parent, ignore_cleanup_errors=True
@@ -46,6 +51,7 @@ def convert(source: Path, target: Path) -> None:
         if missing:
             raise _failed(source, f"no {', '.join(missing)} was written")
         lift_length_limit(made)
+        (made / "config.json").write_text(json.dumps(configuration(header), indent=1) + "\n", encoding="utf-8")
         try:
             made.rename(target)
         except OSError:
@@ -94,6 +100,18 @@ def lift_length_limit(directory: Path) -> None:
                 weights.write(struct.pack("<i", MAX_CONTEXT_TOKENS))
 
 
+def configuration(header: gguf.Header) -> dict[str, str | int]:
+    """What a GGUF says that the IR does not, under the names of a Hugging Face ``config.json``."""
+    named = {
+        "model_type": "general.architecture",
+        "max_position_embeddings": f"{header.architecture}.context_length",
+        "bos_token_id": "tokenizer.ggml.bos_token_id",
+        "eos_token_id": "tokenizer.ggml.eos_token_id",
+    }
+    values = {name: header.metadata.get(key) for name, key in named.items()}
+    return {name: value for name, value in values.items() if isinstance(value, (str, int))}
+
+
 def _failed(source: Path, reason: str) -> UsageError:
     return UsageError(
         f"{source.name} cannot be converted",
@@ -103,16 +121,16 @@ def _failed(source: Path, reason: str) -> UsageError:
 
 
 def main(arguments: list[str]) -> int:
-    """Exit status 0, or 2 with the reason as the last line on stderr."""
+    """Exit status 0, or `REFUSED` with the reason as the last line on stderr."""
     if len(arguments) != 2:
         print("expected: python -m swarm.model.convert GGUF OUTDIR", file=sys.stderr)
-        return 2
+        return REFUSED
     source, target = (Path(argument) for argument in arguments)
     try:
         convert(source, target)
     except (SwarmError, OSError) as error:
         print(str(error).replace("\n", " "), file=sys.stderr)
-        return 2
+        return REFUSED
     return 0
 
 

