@@ -34,8 +34,8 @@ _QUIET_S = 10.0
 
 _BUSY_RETRY_S = 2
 
-_CLOSE_GRACE_S = 2.0
-"""Answers still running when the API closes get this long to end."""
+_CLOSE_GRACE_S = 0.5
+"""Answers still running when the API closes get this long to end, and once more after being cancelled."""
 
 _SEED_BITS = 31
 """A drawn seed is small enough for every client's JSON."""
