@@ -13,6 +13,10 @@ known and the answer serves as an acknowledgement, so that few segments are in f
 the stages hold. It costs one row of the head for each chunk. In a replay the answer also proves that the ring still
 computes what it did: `Counters.mismatches`.
 
+The first segment of an attempt travels alone where the stages may still hold rows of an older one: were it lost with a
+link, the next would be taken for a rewind into the old rows. Once it is answered, a lost segment leaves a gap behind
+it, which stages refuse.
+
 Leaving an attempt (a replay, a wait, the end of a turn) raises the attempt number: whatever is still under way is
 stale from then on, here and at the stages.
 """
@@ -39,7 +43,7 @@ from swarm.coordinator.events import (
 from swarm.coordinator.requests import FinishReason
 from swarm.coordinator.token_log import Piece, TokenLog
 from swarm.protocol.errors import CapacityError, SessionError, SwarmError
-from swarm.protocol.ids import NodeId, SessionId
+from swarm.protocol.ids import Epoch, NodeId, SessionId
 from swarm.protocol.messages import Drawn, Refused, Segment
 from swarm.protocol.plan import Plan
 
@@ -123,6 +127,9 @@ class Session:
         self._prompt_end = 0
         self._pieces: deque[Piece] = deque()
         self._in_flight: deque[_Flight] = deque()
+        self._used_epoch: Epoch | None = None
+        """The last one in which a segment was sent."""
+        self._alone = False
         self._silent_tries = 0
         self._refusals = 0
         self._stuck_since: float | None = None
@@ -181,6 +188,7 @@ class Session:
             self._in_flight.popleft()
         self._in_flight.popleft()
         self.log.mark_fed(flight.piece.end)
+        self._alone = False
         self._progress()
         return self._verify(answer, now)
 
@@ -223,6 +231,7 @@ class Session:
         if len(self.log) >= self._context():
             return self._does_not_fit()
         self._pieces.extend(self.log.pieces(self.limits.chunk_rows, self.limits.sibling_rows))
+        self._alone, self._used_epoch = self._used_epoch == self.plan.epoch, self.plan.epoch
         self.state = State.PREFILLING if len(self.log) == self._prompt_end else State.REPLAYING
         return self._pump(now)
 
@@ -232,7 +241,7 @@ class Session:
         The window keeps every stage busy with one segment while one more waits at the first.
         """
         effects: list[Effect] = []
-        window = min(len(self.plan.stages) + 1, self.limits.window)
+        window = 1 if self._alone else min(len(self.plan.stages) + 1, self.limits.window)
         while self._pieces and len(self._in_flight) < window:
             flight = _Flight(self._pieces.popleft(), wanted=1)
             self._in_flight.append(flight)

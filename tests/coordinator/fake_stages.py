@@ -1,0 +1,72 @@
+"""Stages without a model: the next token is a function of all ids before it and of how each row was run."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+from swarm.protocol.ids import BlobId, Epoch, NodeId, SessionId
+from swarm.protocol.messages import Drawn, Refused, RowKind, Segment
+from swarm.protocol.plan import Plan, Stage
+
+Row = tuple[int, RowKind]
+
+NODE = NodeId("a" * 32)
+MODEL = BlobId("b" * 64)
+
+
+def next_token(rows: Sequence[Row]) -> int:
+    """A small letter. A row of the wrong kind changes it, as it changes the last bits of a real model's logits."""
+    return 97 + zlib.crc32(repr([(token, int(kind)) for token, kind in rows]).encode()) % 26
+
+
+def prompt_rows(ids: Sequence[int]) -> list[Row]:
+    """How new prompt tokens are run: a lone one is a decode row."""
+    kind = RowKind.PREFILL if len(ids) > 1 else RowKind.DECODE
+    return [(token, kind) for token in ids]
+
+
+def plain_decode(prompt: Sequence[int], count: int) -> list[int]:
+    """What an undisturbed ring answers."""
+    rows, answer = prompt_rows(prompt), []
+    for _ in range(count):
+        answer.append(next_token(rows))
+        rows.append((answer[-1], RowKind.DECODE))
+    return answer
+
+
+def make_plan(number: int, stages: int, kv_tokens: int = 0) -> Plan:
+    nodes = [NodeId(f"{number:016x}{index:016x}") for index in range(stages)]
+    return Plan(
+        Epoch(number, NODE),
+        MODEL,
+        tuple(Stage(node, node[-4:], i, i + 1, "CPU", 1) for i, node in enumerate(nodes)),
+        kv_tokens=kv_tokens,
+    )
+
+
+class FakeStages:
+    """All stages as one: caches by session, the rules of `messages.Segment`."""
+
+    def __init__(self, epoch: Epoch) -> None:
+        self.epoch = epoch
+        self.caches: dict[SessionId, list[Row]] = {}
+        self.attempts: dict[SessionId, int] = {}
+
+    def run(self, segment: Segment) -> Drawn | Refused | None:
+        assert segment.kind is RowKind.DECODE or len(segment.tokens) > 1, "a prefill chunk of one row"
+        session, attempt = segment.session, segment.attempt
+        if segment.epoch != self.epoch:
+            return Refused(session, segment.epoch, attempt, "another epoch", fatal=False)
+        if attempt < self.attempts.get(session, 0):
+            return None
+        self.attempts[session] = attempt
+        cache = self.caches.setdefault(session, [])
+        if segment.start > len(cache):
+            return Refused(session, self.epoch, attempt, "the cache is behind", fatal=False)
+        cache[segment.start :] = [(token, segment.kind) for token in segment.tokens]
+        if not segment.wanted:
+            return None
+        first = len(cache) - segment.wanted + 1
+        tokens = tuple(next_token(cache[:position]) for position in range(first, len(cache) + 1))
+        return Drawn(session, self.epoch, attempt, first, tokens)
