@@ -13,7 +13,7 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from enum import IntEnum
 from functools import cache
 from io import BytesIO
@@ -89,9 +89,13 @@ def _read_header(frame: Buffer) -> tuple[int, list[Any], list[list[int]]]:
         raise LimitError("header too large", expected=f"at most {limits.MAX_HEADER_BYTES} bytes", found=str(len(frame)))
     stream = BytesIO(frame)
     try:
-        value = cbor2.CBORDecoder(stream, tag_hook=_no_tags, max_depth=limits.MAX_DEPTH + 4).decode()
-    except SwarmError:
-        raise
+        value = cbor2.CBORDecoder(
+            stream,
+            semantic_decoders=_NO_TAGS,
+            max_depth=limits.MAX_DEPTH + 4,
+            allow_indefinite=False,
+            strict_hashable_types=True,  # chosen numbers as keys can make a map quadratic
+        ).decode()
     except Exception as error:
         # cbor2 raises its own errors and, for crafted input, ValueError, OverflowError, RecursionError and others.
         raise ProtocolError("a header is not CBOR", found=f"{type(error).__name__}: {error}"[:200]) from None
@@ -109,8 +113,27 @@ def _read_header(frame: Buffer) -> tuple[int, list[Any], list[list[int]]]:
     return tag, fields, descriptions
 
 
-def _no_tags(_decoder: Any, tag: Any) -> Any:
-    raise ProtocolError("a CBOR tag in a header", expected="plain values", found=str(tag)[:40])
+def _refuse_tag(_value: Any, _immutable: bool) -> Any:
+    raise ValueError("tags have no place in a header")
+
+
+class _NoTags(Mapping[int, Callable[[Any, bool], Any]]):
+    """Refuses every tag. A tag hook would not do: it never sees those that cbor2 knows itself.
+
+    With them a peer could have regular expressions compiled here, mails parsed, and huge integers and cycles built.
+    """
+
+    def __getitem__(self, tag: int) -> Callable[[Any, bool], Any]:
+        return _refuse_tag
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
+_NO_TAGS = _NoTags()
 
 
 def _build(tag: int, fields: list[Any], tensors: list[Array]) -> Message:

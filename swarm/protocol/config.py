@@ -17,7 +17,7 @@ DEFAULT_API_PORT = 7480
 
 DEFAULT_SWARM = "swarm"
 
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
 _NAME = re.compile(r"[\w .()+-]+")
 
 
@@ -55,7 +55,7 @@ def parse_size(text: str) -> int:
 
 def parse_port(text: str) -> int:
     """A TCP port, 1 to 65535."""
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 65535:
+    if not (text.isascii() and text.isdigit() and len(text) <= 5 and 1 <= int(text) <= 65535):
         raise UsageError("port out of range", expected="1 to 65535", found=repr(text))
     return int(text)
 

@@ -115,6 +115,8 @@ class Member:
     """The model named with ``--model``; empty where the swarm's will do."""
     round_trip_ms: float = 0.0
     """Median round trip from this node to the others; 0 until measured. High where the node is behind a slow link."""
+    manifest_bytes: int = 0
+    """Size of the blob `model`; 0 where there is none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,8 @@ def byte_length(description: object) -> int:
     code, *shape = description
     if code not in _DTYPES:
         raise ProtocolError("unknown tensor type", expected=f"one of {sorted(_DTYPES)}", found=str(code))
-    if len(shape) > MAX_TENSOR_RANK or any(axis < 0 for axis in shape):
+    # An axis is bounded by itself too: beside an axis of 0 the size says nothing of it.
+    if len(shape) > MAX_TENSOR_RANK or not all(0 <= axis <= MAX_TENSOR_BYTES for axis in shape):
         raise LimitError("bad tensor shape", expected=f"at most {MAX_TENSOR_RANK} axes", found=str(shape)[:80])
     size = math.prod(shape) * _DTYPES[code].itemsize
     if size > MAX_TENSOR_BYTES:

@@ -1,0 +1,206 @@
+"""A node's stage: fetch its blobs, compile its shard, warm it up, cut over to it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import anyio
+import numpy as np
+from anyio.abc import TaskGroup
+
+from swarm.engine.base import Engine
+from swarm.engine.paged import PagedEngine
+from swarm.model.manifest import BlobRef, Manifest
+from swarm.model.shard import load_shard
+from swarm.model.store import Store
+from swarm.protocol.errors import ModelError
+from swarm.protocol.ids import NO_EPOCH, BlobId, NodeId, SessionId
+from swarm.protocol.messages import Phase, RowKind, Segment
+from swarm.protocol.plan import Plan, Stage
+from swarm.protocol.sampling import GREEDY
+from swarm.ring.transfer import BlobSource, FetchSummary, TransferProgress
+from swarm.ring.worker import Send, StageWorker
+
+Report: TypeAlias = Callable[[Phase, str, int, int, float], None]
+"""(phase, what, done, total, rate): progress for every screen."""
+
+WARM_UP_ROWS = 8
+
+
+class Fetcher(Protocol):
+    """What a stage needs of `transfer.BlobFetcher`."""
+
+    async def fetch_all(
+        self,
+        wanted: Sequence[tuple[BlobId, int]],
+        sources: Sequence[BlobSource],
+        on_progress: Callable[[TransferProgress], None],
+    ) -> FetchSummary: ...
+
+
+EngineFactory: TypeAlias = Callable[[Manifest, Store, Stage, Plan], Engine]
+"""Builds the engine of a stage; blocking."""
+
+
+def paged_engine(manifest: Manifest, store: Store, stage: Stage, plan: Plan) -> Engine:
+    """The default: cut the shard out of the stored model and compile it."""
+    shard = load_shard(manifest, store, stage.start, stage.end)
+    return PagedEngine(shard, stage.device, plan.kv_tokens, manifest.vocabulary)
+
+
+@dataclass(slots=True)
+class _Held:
+    """An engine and what it was built for."""
+
+    engine: Engine
+    model: BlobId
+    start: int
+    end: int
+    kv_tokens: int
+
+    def serves(self, plan: Plan, stage: Stage) -> bool:
+        return (plan.model, stage.start, stage.end, plan.kv_tokens) == (
+            self.model,
+            self.start,
+            self.end,
+            self.kv_tokens,
+        )
+
+
+class StageHost:
+    """Holds the engine that serves and, while a new plan is prepared, the one that will."""
+
+    def __init__(
+        self,
+        node: NodeId,
+        store: Store,
+        fetcher: Fetcher,
+        send: Send,
+        memory_bytes: int,
+        report: Report,
+        build: EngineFactory = paged_engine,
+    ) -> None:
+        self._node = node
+        self._store = store
+        self._fetcher = fetcher
+        self._send = send
+        self._memory_bytes = memory_bytes
+        self._report = report
+        self._build = build
+        self._serving: _Held | None = None
+        self._prepared: _Held | None = None
+        self._stop = anyio.CancelScope()
+        self._stopped = anyio.Event()
+        self._stopped.set()
+        self.worker: StageWorker | None = None
+        self.fetched: dict[NodeId, int] = {}
+        """Bytes fetched from each peer since the start."""
+
+    async def fetch(self, blobs: Sequence[BlobRef], sources: Sequence[BlobSource], what: str) -> None:
+        """Bring `blobs` into the store. Raises `StoreError` where nobody can give one."""
+
+        def progress(now: TransferProgress) -> None:
+            self._report(Phase.FETCH, what, now.done, now.total, now.rate)
+
+        summary = await self._fetcher.fetch_all([(blob.id, blob.bytes) for blob in blobs], sources, progress)
+        for node, count in summary.by_node.items():
+            self.fetched[node] = self.fetched.get(node, 0) + count
+
+    async def manifest(self, model: BlobId, size: int, sources: Sequence[BlobSource]) -> Manifest:
+        """The manifest `model` with its graph and tokenizer, fetched where they are not here.
+
+        Raises `StoreError` where nobody can give them and `ModelError` for a manifest that makes no sense.
+        """
+        if not await anyio.to_thread.run_sync(self._store.has, model):
+            await self.fetch([BlobRef(model, size)], sources, "manifest")
+        data = await anyio.to_thread.run_sync(self._store.read, model)
+        manifest = Manifest.decode(data)
+        await self.fetch([manifest.graph, manifest.tokenizer], sources, manifest.name)
+        await anyio.to_thread.run_sync(self._store.mark_manifest, model, manifest.name, manifest.source)
+        return manifest
+
+    async def prepare(self, plan: Plan, manifest: Manifest, sources: Sequence[BlobSource]) -> None:
+        """Make ready for our stage of `plan`; what serves goes on. A node without a stage is ready at once.
+
+        May be cancelled between its steps. Raises `StoreError`, `ModelError`, `DeviceError`.
+        """
+        stage = plan.stage_of(self._node)
+        if stage is None or plan.model is None:
+            return
+        if any(held is not None and held.serves(plan, stage) for held in (self._prepared, self._serving)):
+            return
+        what = f"layers {stage.start} to {stage.end - 1}"
+        await self.fetch(manifest.weights(stage.start, stage.end), sources, what)
+        await self._make_room(stage)
+        self._report(Phase.COMPILE, what, 0, 0, 0.0)
+        engine = await anyio.to_thread.run_sync(self._build, manifest, self._store, stage, plan)
+        self._prepared = _Held(engine, plan.model, stage.start, stage.end, plan.kv_tokens)
+        self._report(Phase.WARM_UP, what, 0, 0, 0.0)
+        await anyio.to_thread.run_sync(_warm_up, engine, manifest, stage)
+
+    async def _make_room(self, stage: Stage) -> None:
+        """Two shards at once may be more than this node advertised; then the one that serves goes first.
+
+        Its sessions wait for the new epoch and are replayed, which is what they would do anyway.
+        """
+        await self._close(self._prepared)
+        self._prepared = None
+        serving = self.worker.plan.stage_of(self._node) if self.worker else None
+        if serving is not None and serving.bytes + stage.bytes > self._memory_bytes:
+            await self._stop_worker()
+            await self._close(self._serving)
+            self._serving = None
+
+    async def activate(self, plan: Plan, group: TaskGroup) -> None:
+        """Cut over to `plan`; the worker runs in `group`. Raises `ModelError` where it was not prepared."""
+        stage = plan.stage_of(self._node)
+        if stage is None:
+            await self.release()
+            return
+        await self._stop_worker()
+        if self._prepared is not None and self._prepared.serves(plan, stage):
+            await self._close(self._serving)
+            self._serving, self._prepared = self._prepared, None
+        if self._serving is None or not self._serving.serves(plan, stage):
+            raise ModelError("a plan came into force that was not prepared here", found=f"epoch {plan.epoch}")
+        self.worker = StageWorker(self._node, plan, self._serving.engine, self._send)
+        self._stop, self._stopped = anyio.CancelScope(), anyio.Event()
+        group.start_soon(self._run_worker, self.worker, self._stop, self._stopped)
+
+    async def _run_worker(self, worker: StageWorker, scope: anyio.CancelScope, stopped: anyio.Event) -> None:
+        try:
+            with scope:
+                await worker.run()
+        finally:
+            stopped.set()
+
+    async def _stop_worker(self) -> None:
+        """Stop serving; returns when no forward runs any more."""
+        self._stop.cancel()
+        await self._stopped.wait()
+        self.worker = None
+
+    async def _close(self, held: _Held | None) -> None:
+        if held is not None:
+            await anyio.to_thread.run_sync(held.engine.close)
+            gc.collect()
+
+    async def release(self) -> None:
+        """Stop serving and free both engines."""
+        await self._stop_worker()
+        for held in (self._serving, self._prepared):
+            await self._close(held)
+        self._serving = self._prepared = None
+
+
+def _warm_up(engine: Engine, manifest: Manifest, stage: Stage) -> None:
+    """A prefill and a decode step: kernels are made and memory is touched before the first prompt."""
+    session = SessionId("00000000-0-00000000")
+    for kind, start, rows in ((RowKind.PREFILL, 0, WARM_UP_ROWS), (RowKind.DECODE, WARM_UP_ROWS, 1)):
+        hidden = None if stage.start == 0 else np.zeros((rows, manifest.hidden_size), np.float32)
+        tokens = tuple(range(rows))
+        engine.run([Segment(session, NodeId("0" * 32), NO_EPOCH, 0, start, kind, tokens, 1, GREEDY, hidden)])
+    engine.close_session(session)
