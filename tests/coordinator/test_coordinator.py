@@ -1,0 +1,506 @@
+"""The coordinator over a ring in one process: fake stages behind a fake port."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
+
+import anyio
+import pytest
+
+from swarm.coordinator.coordinator import Coordinator, CoordinatorLimits
+from swarm.coordinator.idle import IdleLimits
+from swarm.coordinator.language import LanguageModel
+from swarm.coordinator.requests import ChatMessage, Delta, FinishReason, GenerateRequest, Usage
+from swarm.coordinator.session import SessionLimits
+from swarm.coordinator.turn import INBOX, READER_BUFFER
+from swarm.protocol.errors import CapacityError, LinkClosedError, SessionError, UsageError
+from swarm.protocol.ids import NodeId, is_session_id
+from swarm.protocol.messages import CloseSession, Drawn, Message, Refused, RowKind, Segment
+from swarm.protocol.plan import NO_PLAN, Plan
+from swarm.ring.port import RingListener
+from tests.coordinator.fake_stages import MODEL, NODE, FakeStages, make_plan, plain_decode
+
+pytestmark = pytest.mark.anyio
+
+LIMITS = CoordinatorLimits(session=SessionLimits(chunk_rows=8, sibling_rows=4, backoff_s=0.01))
+
+
+class Letters:
+    """A tokenizer whose tokens are characters."""
+
+    stop_tokens: frozenset[int] = frozenset()
+
+    def __init__(self) -> None:
+        self.threads: set[int] = set()
+
+    def render_chat(self, messages: Sequence[tuple[str, str]], /) -> str:
+        self.threads.add(threading.get_ident())
+        return "".join(f"{role}:{content}\n" for role, content in messages) + "assistant:"
+
+    def encode(self, text: str, /) -> list[int]:
+        return [ord(character) for character in text]
+
+    def stream(self) -> Letters:
+        return self
+
+    def push(self, token: int, /) -> str:
+        return chr(token)
+
+    def flush(self) -> str:
+        return ""
+
+
+class FakeRing:
+    """Runs segments in the order they were sent; `hold` stops it, `break_links` makes sending fail."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.node = NODE
+        self.stages = FakeStages(plan.epoch)
+        self.sent: list[Segment] = []
+        self.closed: set[tuple[NodeId, str]] = set()
+        self.listener: RingListener | None = None
+        self.link_error: LinkClosedError | None = None
+        self._queue, self._work = anyio.create_memory_object_stream[Segment](100)
+        self._running = anyio.Event()
+        self._running.set()
+
+    def attach(self, listener: RingListener) -> None:
+        self.listener = listener
+
+    async def send(self, to: NodeId, message: Message) -> None:
+        if self.link_error is not None:
+            raise self.link_error
+        assert any(stage.node == to for stage in self.plan.stages)
+        if isinstance(message, CloseSession):
+            self.closed.add((to, message.session))
+            return
+        assert isinstance(message, Segment)
+        assert to == self.plan.stages[0].node
+        assert is_session_id(message.session)
+        self.sent.append(message)
+        await self._queue.send(message)
+
+    async def run(self) -> None:
+        with self._queue, self._work:
+            async for segment in self._work:
+                await self._running.wait()
+                await anyio.lowlevel.checkpoint()
+                answer = self.stages.run(segment)
+                assert self.listener is not None
+                if isinstance(answer, Drawn):
+                    self.listener.drawn(answer)
+                elif isinstance(answer, Refused):
+                    self.listener.refused(answer)
+
+    def hold(self) -> None:
+        self._running = anyio.Event()
+
+    def go_on(self) -> None:
+        self._running.set()
+
+    def change_plan(self, plan: Plan) -> None:
+        self.plan = plan
+        self.stages = FakeStages(plan.epoch)
+        assert self.listener is not None
+        self.listener.plan_changed(plan)
+
+
+class House:
+    def __init__(self, plan: Plan, limits: CoordinatorLimits) -> None:
+        self.ring = FakeRing(plan)
+        self.letters = Letters()
+        self.coordinator = Coordinator(self.ring, limits)
+        self.coordinator.set_model(LanguageModel(MODEL, self.letters, 1000))
+
+
+@asynccontextmanager
+async def house(plan: Plan | None = None, limits: CoordinatorLimits = LIMITS) -> AsyncIterator[House]:
+    built = House(plan or make_plan(1, 2), limits)
+    with anyio.fail_after(60):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(built.ring.run)
+            await tasks.start(built.coordinator.run)
+            yield built
+            built.ring.go_on()
+            await built.coordinator.close()
+            tasks.cancel_scope.cancel()
+
+
+def ask(*contents: str, max_tokens: int | None = 20, stop: tuple[str, ...] = ()) -> GenerateRequest:
+    roles = ("user", "assistant")
+    messages = tuple(ChatMessage(roles[i % 2], content) for i, content in enumerate(contents))
+    return GenerateRequest(messages, max_tokens=max_tokens, stop=stop)
+
+
+def expected(request: GenerateRequest, count: int = 20) -> str:
+    prompt = Letters().encode(Letters().render_chat([(m.role, m.content) for m in request.messages]))
+    return "".join(map(chr, plain_decode(prompt, count)))
+
+
+async def collect(coordinator: Coordinator, request: GenerateRequest) -> tuple[str, FinishReason, Usage]:
+    deltas = [delta async for delta in coordinator.generate(request)]
+    last = deltas[-1]
+    assert last.finish is not None
+    assert last.usage is not None
+    assert all(delta.finish is None for delta in deltas[:-1])
+    return "".join(delta.text for delta in deltas), last.finish, last.usage
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """`house` has a deadline for all of it."""
+    while not condition():  # noqa: ASYNC110 - what tests wait for has no event of its own
+        await anyio.sleep(0.001)
+
+
+async def until_blocked() -> None:
+    await anyio.wait_all_tasks_blocked()
+
+
+async def test_an_answer_is_that_of_plain_decoding() -> None:
+    async with house() as h:
+        request = ask("how are you?")
+        text, finish, usage = await collect(h.coordinator, request)
+        assert text == expected(request)
+        assert finish is FinishReason.LENGTH
+        assert (usage.prompt_tokens, usage.completion_tokens, usage.reused_tokens) == (28, 20, 0)
+        assert usage.first_token_ms > 0
+        assert usage.token_ms > 0
+        assert threading.get_ident() not in h.letters.threads, "encoding does not block the event loop"
+        assert h.coordinator.stats().tokens_per_second > 0
+
+
+async def test_many_at_once() -> None:
+    async with house() as h:
+        requests = [ask(f"question {i}" * (i + 1)) for i in range(8)]
+        texts: dict[int, str] = {}
+
+        async def one(i: int) -> None:
+            texts[i], *_ = await collect(h.coordinator, requests[i])
+
+        async with anyio.create_task_group() as tasks:
+            for i in range(8):
+                tasks.start_soon(one, i)
+        assert texts == {i: expected(request) for i, request in enumerate(requests)}
+
+
+async def test_a_second_turn_feeds_only_what_is_new() -> None:
+    async with house() as h:
+        text, *_ = await collect(h.coordinator, ask("tell me a story"))
+        first_session = h.ring.sent[0].session
+        assert h.coordinator.stats().idle == 1
+        fed = len(h.ring.stages.caches[first_session])
+        before = len(h.ring.sent)
+        text, _, usage = await collect(h.coordinator, ask("tell me a story", text, "and then?"))
+        new = h.ring.sent[before:]
+        assert {segment.session for segment in new} == {first_session}
+        assert new[0].start == usage.reused_tokens == fed
+        assert new[0].kind is RowKind.PREFILL
+        assert len(text) == 20
+
+
+async def test_two_requests_never_share_a_session() -> None:
+    async with house() as h:
+        await collect(h.coordinator, ask("the same question"))
+        before = len(h.ring.sent)
+        async with anyio.create_task_group() as tasks:
+            for _ in range(2):
+                tasks.start_soon(collect, h.coordinator, ask("the same question"))
+        assert len({segment.session for segment in h.ring.sent[before:]}) == 2
+
+
+async def test_stop_strings_cut_the_text_and_end_the_session() -> None:
+    async with house() as h:
+        whole = expected(ask("abc"), 200)
+        request = ask("abc", max_tokens=None, stop=("never there", whole[6:9]))
+        text, finish, usage = await collect(h.coordinator, request)
+        assert text == whole[: whole.find(whole[6:9])]
+        assert finish is FinishReason.STOP
+        assert usage.completion_tokens <= 10
+
+
+async def test_a_stop_string_at_the_very_end_counts_as_stop() -> None:
+    async with house() as h:
+        whole = expected(ask("abc"))
+        text, finish, _ = await collect(h.coordinator, ask("abc", stop=(whole[-1] + "?", whole[-2:])))
+        assert text == whole[: whole.find(whole[-2:])]
+        assert finish is FinishReason.STOP
+
+
+async def test_stop_tokens_end_the_answer_unless_they_are_ignored() -> None:
+    async with house() as h:
+        whole = expected(ask("abc"))
+        h.letters.stop_tokens = frozenset({ord(whole[5])})
+        text, finish, _ = await collect(h.coordinator, ask("abc"))
+        assert text == whole[: whole.find(whole[5])]
+        assert finish is FinishReason.STOP
+        request = GenerateRequest(ask("abc").messages, max_tokens=20, ignore_stop_tokens=True)
+        text, finish, usage = await collect(h.coordinator, request)
+        assert finish is FinishReason.LENGTH
+        assert usage.completion_tokens == 20
+
+
+async def test_closing_the_generator_stops_sending_and_keeps_the_cache() -> None:
+    async with house() as h:
+        request = ask("go on for ever", max_tokens=None)
+        async with aclosing(h.coordinator.generate(request)) as deltas:
+            await anext(deltas)
+            await anext(deltas)
+        await until_blocked()
+        assert h.coordinator.stats().running == 0
+        assert h.coordinator.stats().idle == 1
+        sent = len(h.ring.sent)
+        await until_blocked()
+        assert len(h.ring.sent) == sent
+        text, _, usage = await collect(h.coordinator, ask("go on for ever"))
+        assert usage.reused_tokens >= 28
+        assert len(text) == 20
+
+
+async def test_a_cancelled_reader_stops_sending() -> None:
+    async with house() as h:
+        h.ring.hold()
+        with anyio.CancelScope() as scope:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(collect, h.coordinator, ask("x" * 100))
+                await until_blocked()
+                await until(lambda: len(h.ring.sent) == 3)
+                scope.cancel()
+        sent = len(h.ring.sent)
+        h.ring.go_on()
+        await until_blocked()
+        assert len(h.ring.sent) == sent == 3
+        assert h.coordinator.stats().running == 0
+
+
+async def test_a_slow_reader_pauses_the_session() -> None:
+    async with house() as h:
+        async with aclosing(h.coordinator.generate(ask("quick", max_tokens=500))) as deltas:
+            first = await anext(deltas)
+            await until_blocked()
+            drawn = len(h.ring.sent)
+            assert drawn < READER_BUFFER + 10
+            await until_blocked()
+            assert len(h.ring.sent) == drawn
+            text = first.text + "".join([delta.text async for delta in deltas])
+        assert text == expected(ask("quick"), 500)
+
+
+async def test_a_plan_change_in_the_middle_of_answers_changes_no_text() -> None:
+    async with house() as h:
+        requests = [ask("first " * 5, max_tokens=40), ask("second", max_tokens=40)]
+        texts: list[str] = []
+
+        async def one(request: GenerateRequest) -> None:
+            text, *_ = await collect(h.coordinator, request)
+            texts.append(text)
+
+        async with anyio.create_task_group() as tasks:
+            for request in requests:
+                tasks.start_soon(one, request)
+            for number in (2, 3, 4):
+                await until(lambda number=number: len(h.ring.sent) >= 20 * (number - 1))
+                h.ring.change_plan(make_plan(number, number))
+        assert sorted(texts) == sorted(expected(request, 40) for request in requests)
+        stats = h.coordinator.stats()
+        assert stats.replays >= 2
+        assert stats.mismatches == 0
+
+
+async def test_a_plan_change_while_the_reader_is_slow() -> None:
+    async with house() as h:
+        async with aclosing(h.coordinator.generate(ask("quick", max_tokens=150))) as deltas:
+            text = (await anext(deltas)).text
+            await until_blocked()
+            h.ring.change_plan(make_plan(2, 1))
+            h.ring.change_plan(make_plan(3, 3))
+            text += "".join([delta.text async for delta in deltas])
+        assert text == expected(ask("quick"), 150)
+
+
+async def test_a_plan_change_forgets_kept_caches() -> None:
+    async with house() as h:
+        await collect(h.coordinator, ask("hello there, ring"))
+        h.ring.change_plan(make_plan(2, 1))
+        assert h.coordinator.stats().idle == 0
+        _, _, usage = await collect(h.coordinator, ask("hello there, ring"))
+        assert usage.reused_tokens == 0
+
+
+async def test_a_question_before_the_first_ring_waits_for_it() -> None:
+    async with house(NO_PLAN) as h:
+        async with anyio.create_task_group() as tasks:
+            texts: list[str] = []
+
+            async def one() -> None:
+                text, *_ = await collect(h.coordinator, ask("anybody there?"))
+                texts.append(text)
+
+            tasks.start_soon(one)
+            await until(lambda: h.coordinator.stats().waiting > 0)
+            h.ring.change_plan(make_plan(1, 2))
+        assert texts == [expected(ask("anybody there?"))]
+
+
+async def test_no_ring_ends_with_the_reason() -> None:
+    limits = CoordinatorLimits(session=SessionLimits(wait_s=0.05))
+    async with house(Plan(NO_PLAN.epoch, None, missing_bytes=2_000_000_000), limits) as h:
+        with pytest.raises(SessionError, match=r"lacks 2\.0 GB"):
+            await collect(h.coordinator, ask("hello"))
+        assert h.coordinator.stats().running == 0
+
+
+async def test_no_model_ends_with_the_reason() -> None:
+    async with house(limits=CoordinatorLimits(session=SessionLimits(wait_s=0.05))) as h:
+        h.coordinator.set_model(None)
+        with pytest.raises(SessionError, match="model is not known"):
+            await collect(h.coordinator, ask("hello"))
+
+
+async def test_a_lost_link_is_tried_again() -> None:
+    async with house() as h:
+        h.ring.link_error = LinkClosedError("the link is closed")
+        async with anyio.create_task_group() as tasks:
+            texts: list[str] = []
+
+            async def one() -> None:
+                text, *_ = await collect(h.coordinator, ask("hello"))
+                texts.append(text)
+
+            tasks.start_soon(one)
+            await until(lambda: h.coordinator.stats().replays > 0)
+            h.ring.link_error = None
+        assert texts == [expected(ask("hello"))]
+
+
+async def test_a_fatal_refusal_ends_one_answer_and_closes_its_session() -> None:
+    async with house() as h:
+        h.ring.hold()
+
+        async def refuse() -> None:
+            await until(lambda: bool(h.ring.sent))
+            segment = h.ring.sent[0]
+            h.coordinator.refused(Refused(segment.session, segment.epoch, segment.attempt, "out of memory", fatal=True))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(refuse)
+            with pytest.raises(SessionError, match="out of memory"):
+                await collect(h.coordinator, ask("hello"))
+        await until_blocked()
+        assert h.ring.closed == {(stage.node, h.ring.sent[0].session) for stage in h.ring.plan.stages}
+
+
+async def test_a_refusal_makes_kept_sessions_give_way() -> None:
+    async with house() as h:
+        await collect(h.coordinator, ask("the first question"))
+        kept = h.ring.sent[0].session
+        h.ring.hold()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(collect, h.coordinator, ask("something else entirely"))
+            await until(lambda: h.ring.sent[-1].session != kept)
+            segment = h.ring.sent[-1]
+            h.coordinator.refused(Refused(segment.session, segment.epoch, segment.attempt, "full", fatal=False))
+            assert h.coordinator.stats().idle == 0
+            h.ring.go_on()
+        assert (h.ring.plan.stages[1].node, kept) in h.ring.closed
+
+
+async def test_kept_sessions_are_few_and_not_for_ever() -> None:
+    limits = CoordinatorLimits(session=LIMITS.session, idle=IdleLimits(sessions=2, seconds=0.2))
+    async with house(limits=limits) as h:
+        for question in ("one", "another", "a third and different"):
+            await collect(h.coordinator, ask(question))
+        assert h.coordinator.stats().idle <= 2
+        await until(lambda: h.coordinator.stats().idle == 0)
+        await until_blocked()
+        sessions = {segment.session for segment in h.ring.sent}
+        assert h.ring.closed == {(stage.node, session) for stage in h.ring.plan.stages for session in sessions}
+
+
+async def test_closing_tells_stages_and_readers() -> None:
+    async with house() as h:
+        await collect(h.coordinator, ask("kept between turns"))
+        h.ring.hold()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(close_when_running, h.coordinator)
+            with pytest.raises(SessionError, match="leaving"):
+                await collect(h.coordinator, ask("never finished"))
+        assert {session for _, session in h.ring.closed} >= {h.ring.sent[0].session}
+        with pytest.raises(SessionError, match="no questions now"):
+            await collect(h.coordinator, ask("too late"))
+
+
+async def close_when_running(coordinator: Coordinator) -> None:
+    await until(lambda: coordinator.stats().running > 0)
+    await coordinator.close()
+
+
+async def test_closing_lets_a_running_answer_end() -> None:
+    async with house() as h:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(collect, h.coordinator, ask("nearly done", max_tokens=100))
+            await until(lambda: h.coordinator.stats().running > 0)
+            await h.coordinator.close(drain_s=30)
+        assert h.coordinator.stats().running == 0
+
+
+async def test_a_flood_of_answers_is_bounded_and_ignored() -> None:
+    async with house() as h:
+        h.ring.hold()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(collect, h.coordinator, ask("hello"))
+            await until(lambda: bool(h.ring.sent))
+            segment = h.ring.sent[0]
+            for position in range(10 * INBOX):
+                h.coordinator.drawn(Drawn(segment.session, segment.epoch, segment.attempt, 10_000 + position, (1,)))
+            (turn,) = h.coordinator._turns.values()
+            assert len(turn._inbox) <= INBOX
+            h.ring.go_on()
+        assert h.coordinator.stats().stale >= INBOX
+
+
+async def test_a_tokenizer_that_fails_ends_one_answer() -> None:
+    async with house() as h:
+
+        def fail(token: int, /) -> str:
+            raise RuntimeError("a bug")
+
+        whole = h.letters.push
+        h.letters.push = fail  # type: ignore[method-assign]
+        with pytest.raises(RuntimeError, match="a bug"):
+            await collect(h.coordinator, ask("hello"))
+        h.letters.push = whole  # type: ignore[method-assign]
+        assert (await collect(h.coordinator, ask("hello")))[1] is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(
+    ("request_", "problem"),
+    [
+        (GenerateRequest(()), "no messages"),
+        (ask("x", max_tokens=0), "max_tokens"),
+        (ask("x", stop=("",)), "bad stop string"),
+        (ask("x", stop=("s",) * 100), "too many stop strings"),
+        (ask("x" * 1_000_001), "prompt is too long"),
+    ],
+)
+async def test_requests_that_make_no_sense(request_: GenerateRequest, problem: str) -> None:
+    async with house() as h:
+        with pytest.raises(UsageError, match=problem):
+            await collect(h.coordinator, request_)
+
+
+async def test_requests_that_cannot_fit() -> None:
+    async with house() as h:
+        with pytest.raises(CapacityError, match="at most 999 tokens"):
+            await collect(h.coordinator, ask("x" * 2000))
+
+
+async def test_answers_at_once_are_bounded() -> None:
+    async with house(limits=CoordinatorLimits(answers=1)) as h:
+        async with aclosing(h.coordinator.generate(ask("one", max_tokens=None))) as deltas:
+            assert isinstance(await anext(deltas), Delta)
+            with pytest.raises(CapacityError, match="too many answers"):
+                await collect(h.coordinator, ask("two"))
+        await collect(h.coordinator, ask("three"))
