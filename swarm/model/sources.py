@@ -156,9 +156,11 @@ def _scan_ir(path: Path) -> tuple[set[str], int, int]:
     try:
         if path.stat().st_size > _MAX_XML_BYTES:
             raise UsageError("the IR's graph is too large", expected=f"at most {_MAX_XML_BYTES} bytes", found=str(path))
-        for event, element in ET.iterparse(path, events=("start", "end")):
-            if event == "start":
-                if element.tag == "layer":
+        with path.open("rb") as file:
+            for event, element in ET.iterparse(file, events=("start", "end")):
+                if event == "end":
+                    element.clear()
+                elif element.tag == "layer":
                     kind = element.get("type", "")
                     caches += kind == "ReadValue"
                     if kind == "Parameter":
@@ -167,8 +169,6 @@ def _scan_ir(path: Path) -> tuple[set[str], int, int]:
                     inputs.update(element.get("names", "").split(","))
                 elif element.tag == "data" and element.get("offset"):
                     needed = max(needed, int(element.get("offset", "0")) + int(element.get("size", "0")))
-            elif element.tag == "layer":
-                element.clear()
     except (ET.ParseError, ValueError, OSError) as error:
         raise UsageError(
             f"{path} cannot be read", expected="an OpenVINO IR", found=str(error)[:200], action="Export it again."

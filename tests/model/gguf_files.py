@@ -12,6 +12,7 @@ import numpy as np
 F32, F16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, BF16 = 0, 1, 2, 3, 6, 7, 8, 10, 11, 12, 13, 14, 30
 BLOCKS = {F32: (1, 4), F16: (1, 2), BF16: (1, 2), Q4_0: (32, 18), Q4_1: (32, 20), Q5_0: (32, 22), Q5_1: (32, 24)}
 BLOCKS |= {Q8_0: (32, 34), Q2_K: (256, 84), Q3_K: (256, 110), Q4_K: (256, 144), Q5_K: (256, 176), Q6_K: (256, 210)}
+FILE_TYPES = {F32: 0, F16: 1, Q4_0: 2, Q4_1: 3, Q8_0: 7, Q4_K: 15, Q6_K: 18}
 
 HIDDEN, HEADS, FEED_FORWARD, LAYERS = 256, 4, 256, 2
 CHAT_TEMPLATE = (
@@ -25,7 +26,7 @@ class Typed:
     """A metadata value with its GGUF type code where Python's type does not say it."""
 
     code: int
-    value: Any
+    value: bytes
 
 
 def string(text: str | bytes) -> bytes:
@@ -119,7 +120,8 @@ def tensor(name: str, dimensions: Sequence[int], code: int, seed: int) -> tuple[
 
 def tiny_llama(code: int = F16, architecture: str = "llama", **changes: Any) -> bytes:
     """A Llama of two layers that converts and runs; `code` is the type of its matrices."""
-    metadata = tiny_metadata(architecture, **changes)
+    file_type = FILE_TYPES.get(code, 1)
+    metadata = tiny_metadata(architecture, **({"general.file_type": file_type} | changes))
     vocabulary = len(metadata.get("tokenizer.ggml.tokens", ())) or 261
     shapes: list[tuple[str, Sequence[int], int]] = [("token_embd.weight", (HIDDEN, vocabulary), code)]
     for i in range(LAYERS):

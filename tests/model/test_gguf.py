@@ -49,7 +49,14 @@ def test_reads_a_whole_header() -> None:
 
 
 def test_every_scalar_type_is_read() -> None:
-    values = {0: ("B", 200), 1: ("b", -3), 2: ("H", 60_000), 3: ("h", -300), 4: ("I", 2**32 - 1), 5: ("i", -(2**31))}
+    values: dict[int, tuple[str, float]] = {
+        0: ("B", 200),
+        1: ("b", -3),
+        2: ("H", 60_000),
+        3: ("h", -300),
+        4: ("I", 2**32 - 1),
+        5: ("i", -(2**31)),
+    }
     values |= {6: ("f", 0.5), 7: ("?", True), 10: ("Q", 2**64 - 1), 11: ("q", -(2**63)), 12: ("d", 0.1)}
     metadata = {f"k.{code}": Typed(code, struct.pack(f"<{f}", value)) for code, (f, value) in values.items()}
     header = parse(gguf_files.gguf(metadata, []))

@@ -159,11 +159,25 @@ def test_a_gguf_becomes_an_ir_once(tiny_gguf: Path, tiny_ir: Path, tmp_path: Pat
         assert (directory / name).read_bytes() == (tiny_ir / name).read_bytes(), name
 
 
+@pytest.mark.parametrize("code", [gguf_files.Q4_0, gguf_files.Q4_1, gguf_files.Q4_K, gguf_files.Q6_K])
+def test_the_converter_reads_these_types(code: int, tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(tiny_llama(code))
+    assert resolve(str(acquire(resolve(str(file)), tmp_path, Recorder()))).kind == "ir"
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
+def test_the_converter_builds_these_architectures(architecture: str, tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(tiny_llama(architecture=architecture))
+    assert resolve(str(acquire(resolve(str(file)), tmp_path, Recorder()))).kind == "ir"
+
+
 def test_a_changed_gguf_is_converted_again(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     file.write_bytes(tiny_llama())
     first = acquire(resolve(str(file)), tmp_path, Recorder())
-    file.write_bytes(tiny_llama(gguf_files.Q8_0, **{"general.file_type": 7}))
+    file.write_bytes(tiny_llama(gguf_files.Q8_0))
     assert acquire(resolve(str(file)), tmp_path, Recorder()) != first
 
 
