@@ -24,7 +24,6 @@ Up and Down go through earlier questions, PageUp and PageDown through the text.
 
 WELCOME = "Ask something. /help shows the keys."
 
-_STATUS_WIDTH = 98
 _CLOSE_TIMEOUT_S = 5.0
 
 
@@ -63,7 +62,7 @@ class Chat:
         if word == "/help":
             self._transcript.add(Kind.NOTE, HELP)
         elif word == "/status":
-            self._transcript.add(Kind.NOTE, status_text(self._snapshot()))
+            self._transcript.add(Kind.NOTE, status_text(self._snapshot(), self._transcript.text_width))
         elif word == "/new":
             self.cancel()
             self._turns = []
@@ -172,8 +171,8 @@ def summary(finish: FinishReason, usage: Usage | None) -> str:
     return ", ".join(facts) or "done"
 
 
-def status_text(snapshot: Snapshot) -> str:
+def status_text(snapshot: Snapshot, width: int) -> str:
     """The whole dashboard, nothing left out, and the ways to reach this node."""
-    drawn = [line.plain.removeprefix(" ") for line in lines(snapshot, _STATUS_WIDTH)]
+    drawn = [line.plain.removeprefix(" ") for line in lines(snapshot, width)]
     links = ", ".join(snapshot.addresses) or "nothing yet"
     return "\n".join([*drawn, "", f"links listen on {links}", f"node {snapshot.node}"])

@@ -134,7 +134,7 @@ def _text(text: str, style: str = "") -> Text:
 def _head(snapshot: Snapshot, width: int, compact: bool) -> list[Text]:
     """Which swarm, which model, which epoch; this PC, its API, the pairing code. Two lines where it is `compact`."""
     epoch = snapshot.plan.epoch.number
-    state = Text("● ready", GOOD) if snapshot.ready else Text("○ not ready", WARNING)
+    state = Text().append("● ready", GOOD) if snapshot.ready else Text().append("○ not ready", WARNING)
     if width >= NARROW:
         state.append(f", up {figures.duration(snapshot.uptime_s)}", QUIET)
     swarm = Text(" ").append(fit(figures.clean(snapshot.swarm), 24), TITLE)
@@ -143,13 +143,13 @@ def _head(snapshot: Snapshot, width: int, compact: bool) -> list[Text]:
         swarm.append(f"  {model}")
     swarm.append(f"  epoch {epoch}" if epoch else "", QUIET)
     first = [_ends(swarm, state, width)]
-    node = Text(f" {OWN} ", f"bold {ACCENT}").append(fit(figures.clean(snapshot.name), 28))
+    node = Text().append(f" {OWN} ", f"bold {ACCENT}").append(fit(figures.clean(snapshot.name), 28))
     api = Text("  ").append(snapshot.api or "API not up yet", "" if snapshot.api else QUIET)
-    code = Text(_OPEN, f"bold {WARNING}") if snapshot.open else Text("pairing code ", QUIET)
+    code = Text().append(_OPEN, f"bold {WARNING}") if snapshot.open else Text().append("pairing code ", QUIET)
     if not snapshot.open:
         code.append(snapshot.code or "none yet", TITLE)
     if compact:
-        short = Text("open: no code", f"bold {WARNING}") if snapshot.open else code
+        short = Text().append("open: no code", f"bold {WARNING}") if snapshot.open else code
         return [*first, _ends(node, short, width)]
     if width < NARROW:
         first.append(Text(" ").append(model))

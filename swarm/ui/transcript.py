@@ -50,6 +50,7 @@ class Transcript:
         self._top: int | None = None
         """First line shown; None follows the end."""
         self._height = 1
+        self._width = 80
         self._count = 0
 
     def add(self, kind: Kind, text: str = "") -> None:
@@ -70,6 +71,11 @@ class Transcript:
         self._entries.clear()
         self._top = None
 
+    @property
+    def text_width(self) -> int:
+        """Columns that a text has in the last view."""
+        return max(1, self._width - _MARGIN)
+
     def follow(self) -> None:
         """Go to the end and stay there."""
         self._top = None
@@ -87,6 +93,7 @@ class Transcript:
 
     def view(self, width: int, height: int) -> list[Line]:
         """The lines to show in a window of this size."""
+        self._width = width
         lines: list[Line] = []
         for entry in self._entries:
             lines += _wrapped(entry, width)
