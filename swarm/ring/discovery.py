@@ -189,10 +189,10 @@ def try_multicast(address: IPv4Address) -> str:
     """Why mDNS cannot be used on the interface with this address; empty where it can. Sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as trial:
         try:
+            trial.bind((str(address), 0))  # first: Windows refuses the membership of a socket that is not bound
             membership = socket.inet_aton(_MDNS_GROUP) + address.packed
             trial.setsockopt(socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, membership)
             trial.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_IF, address.packed)
-            trial.bind((str(address), 0))
         except OSError as error:
             return error.strerror or str(error)
     return ""

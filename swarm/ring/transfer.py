@@ -314,7 +314,7 @@ class BlobFetcher:
             raise RefusedError("another node answers at this address") from None
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise AttemptError(f"it cannot be reached: {error}") from None
-        except TimeoutError:
+        except (TimeoutError, aiohttp.ServerTimeoutError):  # in Python 3.10 the second is not of the first
             raise AttemptError(f"sent next to nothing for {self._stall_timeout_s:g} s") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise AttemptError(f"the transfer was cut: {error or type(error).__name__}") from None

@@ -31,6 +31,7 @@ from swarm.ring.transfer import (
     SourceChoice,
     TransferProgress,
 )
+from tests.loopwatch import loopwatch
 
 pytestmark = pytest.mark.anyio
 
@@ -234,6 +235,14 @@ async def test_fetch(tmp_path: Path, store: Store) -> None:
         assert (seen[0], seen[-1]) == (0, len(DATA))
         again = await mine.fetch(BLOB, len(DATA), [])
         assert again.bytes == 0
+
+
+async def test_neither_side_blocks_the_loop(tmp_path: Path, store: Store) -> None:
+    large = bytes(32 * 1024**2)
+    blob = BlobId(hashlib.sha256(large).hexdigest())
+    async with peer(tmp_path / "a", blobs=(large,)) as served, fetcher(store) as mine:
+        with loopwatch(0.25):
+            await mine.fetch(blob, len(large), [served.source])
 
 
 async def test_an_empty_blob(tmp_path: Path, store: Store) -> None:
