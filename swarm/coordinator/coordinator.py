@@ -33,6 +33,9 @@ from swarm.protocol.messages import CloseSession, Drawn, Message, Refused
 from swarm.protocol.plan import Plan
 from swarm.ring.port import RingPort
 
+MAX_TELLERS = 256
+"""Sessions about whose end the stages are being told at once; each ends within `CoordinatorLimits.close_s`."""
+
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorLimits:
@@ -81,6 +84,7 @@ class Coordinator:
         self._plan = ring.plan
         self._requests = 0
         self._sessions = 0
+        self._tellers = 0
         self._tasks: TaskGroup | None = None
         self._changed = anyio.Event()
         self._closing = False
@@ -118,8 +122,7 @@ class Coordinator:
             turn.cancel(SessionError("this node is leaving", action="Ask another node."))
         while self._turns:
             await self._changed.wait()
-        for session in self._idle.clear():
-            self._close_idle(session)
+        self._close_kept(self._idle.clear())
         self._notify()
         await self._stopped.wait()
 
@@ -193,6 +196,8 @@ class Coordinator:
             stop_tokens=frozenset() if request.ignore_stop_tokens else model.tokenizer.stop_tokens,
         )
         session = self._idle.take(prompt) or self._new_session()
+        # Of the answer only what is asked for is counted: a kept cache is worth more than a long answer's last part.
+        self._make_room(len(prompt) + (request.max_tokens or 0))
         turn = Turn(self, session, begin, model.tokenizer.stream(), StopMatcher(request.stop), self._clock, started)
         self._turns[session.id] = turn
         self._tasks.start_soon(turn.run, name=f"session {session.id}")
@@ -232,18 +237,21 @@ class Coordinator:
         self._post(message)
 
     def refused(self, message: Refused) -> None:
-        if message.session in self._turns and message.epoch == self._plan.epoch and not message.fatal:
+        if message.session in self._turns and message.epoch == self._plan.epoch:
             # It may be a full KV cache: what is only kept gives way to what is being written.
-            for session in self._idle.clear():
-                self._close_idle(session)
+            self._close_kept(self._idle.clear())
         self._post(message)
 
     def _post(self, message: Drawn | Refused) -> None:
         turn = self._turns.get(message.session)
-        if turn is None:
-            self._counters.stale += 1
-        else:
+        if turn is not None:
             turn.post(message)
+            return
+        self._counters.stale += 1
+        ours = message.session.startswith(f"{self._ring.node[:8]}-")
+        if ours and message.epoch == self._plan.epoch and not self._idle.holds(message.session):
+            # It was closed with a segment under way, which a stage has taken for a new beginning.
+            self.close_session(message.session, _nodes(self._plan))
 
     # --- what turns tell --------------------------------------------------------------------------------------------
 
@@ -257,12 +265,14 @@ class Coordinator:
         session = turn.session
         del self._turns[session.id]
         if session.state is State.IDLE and session.plan.epoch == self._plan.epoch:
-            for fallen in self._idle.put(session, self._clock()):
-                self._close_idle(fallen)
+            self._close_kept(self._idle.put(session, self._clock()))
+            if self._plan.kv_tokens:
+                self._close_kept(self._idle.shrink(int(self._plan.kv_tokens * self._limits.idle.share)))
         self._notify()
 
     def close_session(self, session: SessionId, nodes: tuple[NodeId, ...]) -> None:
-        if self._tasks is not None:
+        if self._tasks is not None and self._tellers < MAX_TELLERS:
+            self._tellers += 1
             self._tasks.start_soon(self._tell_closed, session, nodes, name=f"close {session}")
 
     # --- housekeeping -----------------------------------------------------------------------------------------------
@@ -271,11 +281,17 @@ class Coordinator:
         expiry = self._idle.next_expiry()
         with anyio.move_on_after(None if expiry is None else max(0.0, expiry - self._clock())):
             await self._changed.wait()
-        for session in self._idle.expire(self._clock()):
-            self._close_idle(session)
+        self._close_kept(self._idle.expire(self._clock()))
 
-    def _close_idle(self, session: Session) -> None:
-        self.close_session(session.id, tuple(stage.node for stage in session.plan.stages))
+    def _make_room(self, tokens: int) -> None:
+        """Kept sessions give way where the running ones and `tokens` more would not fit beside them."""
+        if self._plan.kv_tokens:
+            running = sum(len(turn.session.log) for turn in self._turns.values())
+            self._close_kept(self._idle.shrink(self._plan.kv_tokens - running - tokens))
+
+    def _close_kept(self, sessions: list[Session]) -> None:
+        for session in sessions:
+            self.close_session(session.id, _nodes(self._plan))
 
     async def _tell_closed(self, session: SessionId, nodes: tuple[NodeId, ...]) -> None:
         async def tell(node: NodeId) -> None:
@@ -283,14 +299,21 @@ class Coordinator:
             with contextlib.suppress(SwarmError):
                 await self._ring.send(node, CloseSession(session))
 
-        with anyio.move_on_after(self._limits.close_s):
-            async with anyio.create_task_group() as tasks:
-                for node in nodes:
-                    tasks.start_soon(tell, node)
+        try:
+            with anyio.move_on_after(self._limits.close_s):
+                async with anyio.create_task_group() as tasks:
+                    for node in nodes:
+                        tasks.start_soon(tell, node)
+        finally:
+            self._tellers -= 1
 
     def _notify(self) -> None:
         self._changed.set()
         self._changed = anyio.Event()
+
+
+def _nodes(plan: Plan) -> tuple[NodeId, ...]:
+    return tuple(stage.node for stage in plan.stages)
 
 
 def _check(request: GenerateRequest) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from swarm.coordinator.session import Session
+from swarm.protocol.ids import SessionId
 
 MIN_REUSED_TOKENS = 16
 """Fewer are not worth a search, unless they are half the prompt."""
@@ -17,6 +18,8 @@ class IdleLimits:
 
     sessions: int = 8
     seconds: float = 600.0
+    share: float = 0.5
+    """Of the ring's KV cache, all kept sessions of this node together; other nodes keep theirs in the rest."""
 
 
 class IdlePool:
@@ -35,6 +38,19 @@ class IdlePool:
         surplus = max(0, len(self._kept) - self._limits.sessions)
         fallen, self._kept = self._kept[:surplus], self._kept[surplus:]
         return [session for _, session in fallen]
+
+    def shrink(self, tokens: int) -> list[Session]:
+        """Let go of the oldest until the rest hold no more than `tokens` positions."""
+        fallen = []
+        held = sum(len(session.log) for _, session in self._kept)
+        while held > max(0, tokens):
+            session = self._kept.pop(0)[1]
+            held -= len(session.log)
+            fallen.append(session)
+        return fallen
+
+    def holds(self, session: SessionId) -> bool:
+        return any(kept.id == session for _, kept in self._kept)
 
     def take(self, prompt: Sequence[int]) -> Session | None:
         """The session that saves most of `prompt`, where it saves enough.

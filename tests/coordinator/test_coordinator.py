@@ -419,6 +419,32 @@ async def test_kept_sessions_are_few_and_not_for_ever() -> None:
         assert h.ring.closed == {(stage.node, session) for stage in h.ring.plan.stages for session in sessions}
 
 
+async def test_kept_sessions_give_way_where_the_ring_is_small() -> None:
+    async with house(make_plan(1, 1, kv_tokens=120)) as h:
+        await collect(h.coordinator, ask("first", max_tokens=10))
+        assert h.coordinator.stats().idle == 1
+        await collect(h.coordinator, ask("?" * 60, max_tokens=10))
+        await until_blocked()
+        assert (h.ring.plan.stages[0].node, h.ring.sent[0].session) in h.ring.closed
+        assert h.coordinator.stats().idle == 0, "half of the cache at most is kept"
+
+
+async def test_a_session_closed_with_a_segment_under_way_is_closed_again() -> None:
+    async with house() as h:
+        h.ring.hold()
+        with anyio.move_on_after(10) as scope:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(collect, h.coordinator, ask("hello"))
+                await until(lambda: bool(h.ring.sent))
+                scope.cancel()
+        await until(lambda: len(h.ring.closed) == 2)
+        h.ring.closed.clear()
+        h.ring.go_on()
+        await until(lambda: h.coordinator.stats().stale > 0)
+        await until(lambda: len(h.ring.closed) == 2)
+        assert {session for _, session in h.ring.closed} == {h.ring.sent[0].session}
+
+
 async def test_closing_tells_stages_and_readers() -> None:
     async with house() as h:
         await collect(h.coordinator, ask("kept between turns"))

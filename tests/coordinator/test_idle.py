@@ -55,3 +55,16 @@ def test_the_oldest_falls_out_and_old_ones_expire() -> None:
     assert pool.expire(15.0) == [two]
     assert pool.clear() == [three]
     assert pool.next_expiry() is None
+
+
+def test_the_oldest_give_way_until_the_rest_fit() -> None:
+    pool = IdlePool(IdleLimits())
+    one, two, three = kept(1, range(20)), kept(2, range(30)), kept(3, range(40))
+    for session in (one, two, three):
+        pool.put(session, 0.0)
+    assert pool.shrink(90) == []
+    assert pool.shrink(89) == [one]
+    assert pool.holds(two.id)
+    assert pool.shrink(40) == [two]
+    assert pool.shrink(-5) == [three]
+    assert not pool.holds(three.id)
