@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import hmac
+import struct
 from typing import Any
 
 import pytest
@@ -15,7 +18,7 @@ from swarm.protocol.limits import MAX_REASON_CHARS
 from swarm.protocol.messages import Challenge, Goodbye, Hello, Message, Ping, Proof, Welcome
 from swarm.protocol.version import PROTOCOL_VERSION, SOFTWARE_VERSION
 from swarm.ring.handshake import Credentials, Dialler, Listener, Peer, farewell, heard, printable
-from swarm.ring.identity import Identity, fingerprint_of, load_or_create
+from swarm.ring.identity import Identity, fingerprint_of, load_or_create, verify
 from swarm.ring.pairing import OPEN_SECRET
 
 SECRET = b"s" * 32
@@ -236,6 +239,20 @@ def test_a_name_that_cannot_be_shown_is_refused(alice: Credentials, bob: Credent
 def test_a_nonce_has_its_length(alice: Credentials, bob: Credentials, nonce: bytes) -> None:
     with pytest.raises(ProtocolError, match="nonce"):
         listener(bob).handle(dialler(alice, bob, nonce=nonce).hello())
+
+
+def test_the_proofs_are_those_of_the_protocol_page(alice: Credentials, bob: Credentials) -> None:
+    def framed(*parts: bytes) -> bytes:
+        return b"".join(struct.pack(">I", len(part)) + part for part in (b"swarm-inference 1", *parts))
+
+    d, side = dialler(alice, bob), listener(bob)
+    proof = said(d.handle(said(side.handle(d.hello()).send, Challenge)).send, Proof)
+    welcome = said(side.handle(proof).send, Welcome)
+    prints = [hashlib.sha256(who.identity.certificate).digest() for who in (alice, bob)]
+    transcript = framed(b"transcript", b"1", b"office", *prints, b"d" * 32, b"l" * 32, b"paired")
+    assert proof.digest == hmac.new(SECRET, framed(b"dialler", transcript), hashlib.sha256).digest()
+    assert welcome.digest == hmac.new(SECRET, framed(b"listener", transcript), hashlib.sha256).digest()
+    assert verify(alice.identity.certificate, proof.signature, framed(b"signature", transcript))
 
 
 def test_out_of_turn(alice: Credentials, bob: Credentials) -> None:
