@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from swarm.protocol.ids import NodeId
 from swarm.protocol.messages import MemberState, Phase
 from swarm.protocol.plan import Plan
 from swarm.protocol.snapshot import MemberView, Snapshot
@@ -37,11 +38,17 @@ def status(snapshot: Snapshot) -> dict[str, Any]:
         "forming": None if forming is None else {"epoch": forming.epoch.number, "stages": _stages(forming)},
         "missing_bytes": _missing_bytes(snapshot),
         "progress": progress(snapshot),
+        "fetched": [{"node": node, "name": _name(snapshot, node), "bytes": count} for node, count in snapshot.fetched],
         "tokens_per_second": snapshot.tokens_per_second,
         "notices": list(snapshot.notices),
         "uptime_s": round(snapshot.uptime_s, 3),
         "version": SOFTWARE_VERSION,
     }
+
+
+def _name(snapshot: Snapshot, node: NodeId) -> str:
+    member = snapshot.member(node)
+    return member.name if member else ""
 
 
 def _missing_bytes(snapshot: Snapshot) -> int:

@@ -22,6 +22,8 @@ import anyio.abc
 import anyio.to_thread
 import openvino as ov
 
+from swarm.engine.devices import usable_devices
+from swarm.engine.selftest import self_test
 from swarm.model.store import Store
 from swarm.protocol.config import DEFAULT_PORT, Settings
 from swarm.protocol.errors import SwarmError, UsageError
@@ -330,3 +332,21 @@ def _check_pairing(settings: Settings) -> Check:
     if settings.code is not None or load_code(settings.home, settings.swarm) is not None:
         return Check(True, "pairing", f"{name}: the code is known here")
     return Check(True, "pairing", f"{name}: no code here yet; the first PC makes one, a later one asks for it once")
+
+
+def device_checks() -> list[Check]:
+    """The engine's self-test on every device it can drive; blocking, about a second each."""
+    checks = []
+    for device in usable_devices():
+        try:
+            found = self_test(device)
+        except SwarmError as error:
+            checks.append(Check(False, f"self-test {device}", str(error), "Use another --device."))
+            continue
+        off = {name: value for name, value in found.differences.items() if value}
+        detail = f"exact: {', '.join(found.differences)} equal plain decoding bit for bit ({found.seconds:.1f} s)"
+        if off:
+            detail = "not exact: " + ", ".join(f"{name} differs by {value:.2g}" for name, value in off.items())
+        action = "Answers may depend on how the layers are shared; use --device CPU for exact ones." if off else ""
+        checks.append(Check(not off, f"self-test {device}", detail, action))
+    return checks

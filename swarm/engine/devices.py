@@ -37,10 +37,15 @@ _GPU = DeviceProfile(16, {"KV_CACHE_PRECISION": "f16", "PERFORMANCE_HINT": "LATE
 _PROFILES = {"CPU": _CPU, "GPU": _GPU}
 
 
+def usable_devices() -> list[str]:
+    """OpenVINO's names of the devices here that can run shards."""
+    available: list[str] = ov.Core().available_devices
+    return [name for name in available if name.split(".")[0] in _PROFILES]
+
+
 def choose_device(wanted: str | None) -> str:
     """The OpenVINO name of the device to run on. Raises `UsageError` for one that is not here or cannot run shards."""
-    available: list[str] = ov.Core().available_devices
-    usable = [name for name in available if name.split(".")[0] in _PROFILES]
+    usable = usable_devices()
     if wanted is None:
         return "CPU"
     for name in usable:
@@ -49,7 +54,7 @@ def choose_device(wanted: str | None) -> str:
     raise UsageError(
         f"no device {wanted!r}",
         expected=" or ".join(usable) or "a CPU",
-        found=", ".join(available) or "no OpenVINO device",
+        found=", ".join(ov.Core().available_devices) or "no OpenVINO device",
         action="Leave out --device to use the CPU.",
     )
 

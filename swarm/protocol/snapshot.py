@@ -68,6 +68,8 @@ class Snapshot:
     """Answered by this node's own sessions."""
     history: tuple[float, ...] = field(default=())
     """Tokens per second of the last minute, oldest first, one value a second."""
+    fetched: tuple[tuple[NodeId, int], ...] = ()
+    """Bytes of the model that this node got from each peer since it started."""
 
     def member(self, node: NodeId) -> MemberView | None:
         return next((member for member in self.members if member.node == node), None)

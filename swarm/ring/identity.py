@@ -106,6 +106,11 @@ def next_incarnation(home: Path) -> int:
     return count
 
 
+def keep_incarnation(home: Path, count: int) -> None:
+    """Write a count that the swarm remembered better than we did; the next start counts on from it."""
+    write_private(home / "identity" / "incarnation", str(count).encode())
+
+
 def write_private(path: Path, data: bytes) -> None:
     """Replace a file in one step, readable by its owner alone where the system knows owners. Raises ``OSError``."""
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")

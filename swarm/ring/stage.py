@@ -83,7 +83,7 @@ class StageHost:
         report: Report,
         build: EngineFactory = paged_engine,
     ) -> None:
-        self._node = node
+        self.node = node
         self._store = store
         self._fetcher = fetcher
         self._send = send
@@ -127,7 +127,7 @@ class StageHost:
 
         May be cancelled between its steps. Raises `StoreError`, `ModelError`, `DeviceError`.
         """
-        stage = plan.stage_of(self._node)
+        stage = plan.stage_of(self.node)
         if stage is None or plan.model is None:
             return
         if any(held is not None and held.serves(plan, stage) for held in (self._prepared, self._serving)):
@@ -148,25 +148,22 @@ class StageHost:
         """
         await self._close(self._prepared)
         self._prepared = None
-        serving = self.worker.plan.stage_of(self._node) if self.worker else None
+        serving = self.worker.plan.stage_of(self.node) if self.worker else None
         if serving is not None and serving.bytes + stage.bytes > self._memory_bytes:
-            await self._stop_worker()
-            await self._close(self._serving)
-            self._serving = None
+            await self.stop_serving()
 
     async def activate(self, plan: Plan, group: TaskGroup) -> None:
-        """Cut over to `plan`; the worker runs in `group`. Raises `ModelError` where it was not prepared."""
-        stage = plan.stage_of(self._node)
-        if stage is None:
-            await self.release()
-            return
+        """Cut over to our stage of `plan`; the worker runs in `group`. Raises `ModelError` where it is not prepared."""
+        stage = plan.stage_of(self.node)
         await self._stop_worker()
+        if stage is None:
+            raise ModelError("a plan without a stage for this node", found=f"epoch {plan.epoch}")
         if self._prepared is not None and self._prepared.serves(plan, stage):
             await self._close(self._serving)
             self._serving, self._prepared = self._prepared, None
         if self._serving is None or not self._serving.serves(plan, stage):
             raise ModelError("a plan came into force that was not prepared here", found=f"epoch {plan.epoch}")
-        self.worker = StageWorker(self._node, plan, self._serving.engine, self._send)
+        self.worker = StageWorker(self.node, plan, self._serving.engine, self._send)
         self._stop, self._stopped = anyio.CancelScope(), anyio.Event()
         group.start_soon(self._run_worker, self.worker, self._stop, self._stopped)
 
@@ -188,12 +185,17 @@ class StageHost:
             await anyio.to_thread.run_sync(held.engine.close)
             gc.collect()
 
+    async def stop_serving(self) -> None:
+        """Stop the worker and free its engine; one that is prepared stays."""
+        await self._stop_worker()
+        serving, self._serving = self._serving, None
+        await self._close(serving)
+
     async def release(self) -> None:
         """Stop serving and free both engines."""
-        await self._stop_worker()
-        for held in (self._serving, self._prepared):
-            await self._close(held)
-        self._serving = self._prepared = None
+        await self.stop_serving()
+        prepared, self._prepared = self._prepared, None
+        await self._close(prepared)
 
 
 def _warm_up(engine: Engine, manifest: Manifest, stage: Stage) -> None:

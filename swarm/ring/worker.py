@@ -33,9 +33,11 @@ _WINDOW = 64
 class WorkerStats:
     step_ms: float
     """Median time of a forward with decode rows; 0 before the first."""
-    rows: int
-    """Run since the start."""
+    rows_per_second: float
     waiting: int
+
+
+NO_STATS = WorkerStats(0.0, 0.0, 0)
 
 
 class SegmentQueue:
@@ -103,6 +105,7 @@ class StageWorker:
         self._owners: dict[SessionId, NodeId] = {}
         self._steps: deque[float] = deque(maxlen=_WINDOW)
         self._rows = 0
+        self._counted = time.monotonic()
         self._running: asyncio.Future[list[Output]] | None = None
         following = plan.after(node)
         self._next = following.node if following else None
@@ -112,7 +115,17 @@ class StageWorker:
         return self._plan
 
     def stats(self) -> WorkerStats:
-        return WorkerStats(statistics.median(self._steps) if self._steps else 0.0, self._rows, len(self._queue))
+        """Since the last call of this."""
+        now = time.monotonic()
+        elapsed, self._counted = now - self._counted, now
+        rate, self._rows = self._rows / max(elapsed, 1e-3), 0
+        return WorkerStats(statistics.median(self._steps) if self._steps else 0.0, rate, len(self._queue))
+
+    def expected_sender(self, segment: Segment) -> NodeId:
+        """Who may hand us `segment`: its coordinator at the first stage, else the stage before."""
+        nodes = [stage.node for stage in self._plan.stages]
+        index = nodes.index(self._node)
+        return nodes[index - 1] if index else segment.coordinator
 
     async def deliver(self, segment: Segment) -> None:
         """Queue a segment; waits while the queue is full, which keeps the sender's link unread (back-pressure)."""
@@ -132,8 +145,10 @@ class StageWorker:
         self._queue.push(segment)
         self._arrived.set()
 
-    def close_session(self, session: SessionId) -> None:
-        """Free what the stage holds for `session`, as soon as no forward runs."""
+    def close_session(self, session: SessionId, owner: NodeId) -> None:
+        """Free what the stage holds for `session` of `owner`, as soon as no forward runs."""
+        if self._owners.get(session) != owner:
+            return
         self._queue.forget(session)
         self._owners.pop(session, None)
         self._closing.add(session)
@@ -142,7 +157,7 @@ class StageWorker:
     def close_coordinator(self, node: NodeId) -> None:
         """Free what the stage holds for sessions of a coordinator that is gone."""
         for session in [session for session, owner in self._owners.items() if owner == node]:
-            self.close_session(session)
+            self.close_session(session, node)
 
     async def run(self) -> None:
         """Serve until cancelled; then waits for the forward that runs, which is one step long."""

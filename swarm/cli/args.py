@@ -1,0 +1,185 @@
+"""The command line and its ``SWARM_…`` twins in the environment; pure: texts in, settings out."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NoReturn
+
+import platformdirs
+
+from swarm.protocol.config import (
+    DEFAULT_API_PORT,
+    DEFAULT_PORT,
+    Settings,
+    parse_name,
+    parse_peer,
+    parse_port,
+    parse_size,
+)
+from swarm.protocol.errors import UsageError
+from swarm.protocol.sampling import SamplingParams
+from swarm.protocol.version import SOFTWARE_VERSION
+
+COMMANDS = ("run", "ask", "status", "doctor")
+
+_DESCRIPTION = """\
+A swarm of PCs that together run one language model. Run this on every PC:
+
+    python node.py
+
+Nodes on one network find each other; any of them takes prompts.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """``ask``: one prompt through the node that runs with a home."""
+
+    prompt: str
+    max_tokens: int | None
+    sampling: SamplingParams
+    seeded: bool
+    """A seed was given; otherwise the node draws one where it needs one."""
+    json: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What the person wants."""
+
+    name: str
+    settings: Settings
+    ask: Ask | None = None
+    json: bool = False
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message, action=f"See: {self.prog} --help")
+
+
+def parse(argv: Sequence[str], environ: Mapping[str, str], stdin_prompt: str = "") -> Command:
+    """Read a command line; a flag wins over the environment. Raises `UsageError`; ``--help`` exits."""
+    words = list(argv)
+    if not words or (words[0] not in COMMANDS and words[0] not in ("-h", "--help", "--version")):
+        if words and not words[0].startswith("-"):
+            raise UsageError("unknown command", expected=", ".join(COMMANDS), found=repr(words[0])[:80])
+        words.insert(0, "run")
+    found = _parser().parse_args(words)
+    given = {name: value for name, value in vars(found).items() if value not in (None, [], False)}
+    settings = _settings(given, environ)
+    ask = _ask(given, stdin_prompt) if found.command == "ask" else None
+    return Command(found.command, settings, ask, bool(given.get("json")))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="node.py", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--version", action="version", version=f"swarm {SOFTWARE_VERSION}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
+    home = _Parser(add_help=False)
+    home.add_argument("--home", metavar="DIR", help="identity, pairing, models and settings of this node")
+    node = _Parser(add_help=False)
+    node.add_argument(
+        "--model", metavar="M", help="a directory with an OpenVINO IR or a .gguf file (default: built in)"
+    )
+    node.add_argument("--name", metavar="N", help="how others see this PC (default: its host name)")
+    node.add_argument("--memory", metavar="SIZE", help="what the swarm may use here, such as 8GB (default: measured)")
+    node.add_argument("--port", metavar="P", help=f"for links between nodes (default: {DEFAULT_PORT} or the next free)")
+    node.add_argument(
+        "--api-port", metavar="P", help=f"for the HTTP API (default: {DEFAULT_API_PORT} or the next free)"
+    )
+    node.add_argument("--swarm", metavar="NAME", help="which swarm to join or found (default: swarm)")
+    node.add_argument("--code", metavar="CODE", help="the pairing code shown on a PC of the swarm")
+    node.add_argument("--open", action="store_true", help="no pairing code: anyone on this network can join")
+    node.add_argument("--peer", metavar="HOST:PORT", action="append", help="a node to dial where multicast fails")
+    node.add_argument("--interface", metavar="IF", action="append", help="network interface to use (default: chosen)")
+    node.add_argument("--device", metavar="D", help="OpenVINO device for inference (default: CPU)")
+    node.add_argument("--headless", action="store_true", help="plain log lines instead of the dashboard")
+    commands.add_parser("run", parents=[home, node], help="run a node (the default)")
+    ask = commands.add_parser("ask", parents=[home], help="ask the swarm through the node that runs here")
+    ask.add_argument("prompt", help="the question; - reads it from standard input")
+    ask.add_argument("--max-tokens", metavar="N", help="new tokens at most")
+    ask.add_argument("--temperature", metavar="T", help="0: always the likeliest token (the default)")
+    ask.add_argument("--seed", metavar="S", help="the same seed draws the same answer")
+    ask.add_argument("--json", action="store_true", help="print the whole answer with its figures as JSON")
+    status = commands.add_parser("status", parents=[home], help="show the swarm as the node that runs here sees it")
+    status.add_argument("--json", action="store_true", help="print one JSON object")
+    commands.add_parser("doctor", parents=[home, node], help="check this PC: devices, memory, network, store")
+    return parser
+
+
+def _settings(given: Mapping[str, object], environ: Mapping[str, str]) -> Settings:
+    def text(name: str) -> str | None:
+        value = given.get(name, environ.get(f"SWARM_{name.upper()}"))
+        return str(value) if value not in (None, "") else None
+
+    def many(name: str) -> list[str]:
+        value = given.get(name)
+        if isinstance(value, list):
+            return [str(item) for item in value]
+        return [item for item in environ.get(f"SWARM_{name.upper()}", "").replace(",", " ").split() if item]
+
+    def flag(name: str) -> bool:
+        return name in given or environ.get(f"SWARM_{name.upper()}", "").lower() in ("1", "true", "yes", "on")
+
+    home = text("home")
+    settings = Settings(
+        home=Path(home).expanduser().absolute() if home else platformdirs.user_data_path("swarm", appauthor=False),
+        model=text("model"),
+        code=text("code"),
+        open=flag("open"),
+        peers=tuple(parse_peer(peer) for peer in many("peer")),
+        interfaces=tuple(many("interface")),
+        device=text("device"),
+        headless=flag("headless"),
+    )
+    name, memory, swarm = text("name"), text("memory"), text("swarm")
+    port, api_port = text("port"), text("api_port")
+    settings = replace(
+        settings,
+        name=parse_name(name) if name else None,
+        memory_bytes=parse_size(memory) if memory else None,
+        swarm=parse_name(swarm) if swarm else settings.swarm,
+        port=parse_port(port) if port else None,
+        api_port=parse_port(api_port) if api_port else None,
+    )
+    if settings.open and settings.code:
+        raise UsageError("--open and --code exclude each other", action="An open swarm has no pairing code.")
+    return settings
+
+
+def _ask(given: Mapping[str, object], stdin_prompt: str) -> Ask:
+    prompt = str(given.get("prompt", ""))
+    if prompt == "-":
+        prompt = stdin_prompt
+    if not prompt.strip():
+        raise UsageError(
+            "an empty question", expected="some text", action='Such as: node.py ask "Why is the sky blue?"'
+        )
+    tokens, temperature, seed = given.get("max_tokens"), given.get("temperature"), given.get("seed")
+    sampling = SamplingParams(
+        temperature=_number("--temperature", str(temperature)) if temperature is not None else 0.0,
+        seed=_count("--seed", str(seed), 0) if seed is not None else 0,
+    )
+    most = _count("--max-tokens", str(tokens), 1) if tokens is not None else None
+    return Ask(prompt, most, sampling, seed is not None, bool(given.get("json")))
+
+
+def _number(flag: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise UsageError(f"cannot read {flag}", expected="a number", found=repr(text)[:80]) from None
+
+
+def _count(flag: str, text: str, least: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if value < least:
+        raise UsageError(f"cannot read {flag}", expected=f"a whole number from {least}", found=repr(text)[:80])
+    return value

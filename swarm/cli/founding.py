@@ -1,0 +1,98 @@
+"""Which swarm this PC belongs to, decided before it starts: found one, join one, and with which pairing code."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+import anyio
+
+from swarm.protocol.errors import UsageError
+from swarm.protocol.ids import NodeId
+from swarm.ring.discovery import Announcement, DiscoveredPeer, DiscoveredState, Discovery, Scan
+from swarm.ring.pairing import OPEN_FINGERPRINT, derive_secret, fingerprint, parse_code
+
+LISTEN_S = 3.0
+"""A PC without a code listens this long for a swarm to join before it founds one: mDNS answers in about a second."""
+
+FOUND_S = 10.0
+"""Where several PCs start at once without a code, the lowest id founds the swarm; the others wait this long for it."""
+
+UNDECIDED = "undecided"
+"""In place of the fingerprint, while a PC listens."""
+
+MAX_TRIES = 3
+"""Wrong codes typed before the node gives up."""
+
+AskCode = Callable[[str], Awaitable[str]]
+"""Ask the person; given is the line to show. Raises `UsageError` where nobody can be asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What is to be done after a look at who is there."""
+
+    join: DiscoveredPeer | None = None
+    found: bool = False
+    """Nobody to join and nobody to wait for."""
+
+
+def look(me: NodeId, swarm: str, peers: Sequence[DiscoveredPeer], waited_s: float) -> Look:
+    """Decide, for a PC without a code, `waited_s` seconds after it began to listen. Pure."""
+    ours = [peer for peer in peers if peer.swarm == swarm]
+    decided = sorted((peer for peer in ours if peer.fingerprint != UNDECIDED), key=lambda peer: peer.node)
+    if decided:
+        return Look(join=decided[0])
+    before = any(peer.node < me for peer in ours)
+    return Look(found=waited_s >= (FOUND_S if before else LISTEN_S))
+
+
+async def find_swarm(me: NodeId, name: str, swarm: str, port: int, scan: Scan) -> DiscoveredPeer | None:
+    """Listen for a swarm named `swarm`; one of its PCs, or None where this PC founds it."""
+    changed = anyio.Event()
+
+    def on_event(_event: object) -> None:
+        changed.set()
+
+    discovery = Discovery(Announcement(me, name, swarm, UNDECIDED, port, DiscoveredState.FOUNDING), scan, on_event)
+    began = anyio.current_time()
+    seen = Look()
+    async with anyio.create_task_group() as group:
+        group.start_soon(discovery.run)
+        while seen.join is None and not seen.found:
+            seen = look(me, swarm, discovery.peers, anyio.current_time() - began)
+            with anyio.move_on_after(0.25):
+                await changed.wait()
+            changed = anyio.Event()
+        group.cancel_scope.cancel()
+    return seen.join
+
+
+async def obtain_code(peer: DiscoveredPeer, swarm: str, ask: AskCode) -> str:
+    """The code of the swarm that `peer` is in, from the person. Raises `UsageError`."""
+    if peer.fingerprint == OPEN_FINGERPRINT:
+        raise UsageError(
+            f'swarm "{swarm}" on "{peer.name}" is open: it has no pairing code and anyone can join',
+            action="Start with --open to join it, or with --swarm and another name.",
+        )
+    line = f'Pairing code of swarm "{swarm}" (shown on "{peer.name}"): '
+    for _ in range(MAX_TRIES):
+        try:
+            code = parse_code(await ask(line))
+        except UsageError as error:
+            line = f"{error}\nPairing code: "
+            continue
+        secret = await anyio.to_thread.run_sync(derive_secret, code, swarm)
+        if fingerprint(secret) == peer.fingerprint:
+            return code
+        line = f'That is not the code shown on "{peer.name}".\nPairing code: '
+    raise wrong_code(swarm, peer.name)
+
+
+def wrong_code(swarm: str, shown_on: str) -> UsageError:
+    return UsageError(
+        f'wrong pairing code for swarm "{swarm}"',
+        expected=f'the code shown on "{shown_on}"',
+        found="another one",
+        action="Start again with --code and that code, or with --swarm and another name.",
+    )

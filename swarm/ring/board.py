@@ -1,0 +1,63 @@
+"""What this node knows of the others' work, for screens: progress, stage reports, notices."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from swarm.protocol.ids import NodeId
+from swarm.protocol.messages import Member, Phase, Progress, StageReport
+from swarm.protocol.snapshot import MemberView
+
+NOTICES_KEPT = 20
+
+_NO_PROGRESS = (Phase.IDLE, "", 0, 0, 0.0)
+
+
+@dataclass(slots=True)
+class Board:
+    """The last word of every node."""
+
+    progress: dict[NodeId, Progress] = field(default_factory=dict)
+    reports: dict[NodeId, StageReport] = field(default_factory=dict)
+    notices: deque[str] = field(default_factory=lambda: deque(maxlen=NOTICES_KEPT))
+
+    def notice(self, text: str) -> None:
+        """Keep what a person should know; the same text twice in a row once."""
+        if not self.notices or self.notices[-1] != text:
+            self.notices.append(text)
+
+    def keep_only(self, nodes: set[NodeId]) -> None:
+        for table in (self.progress, self.reports):
+            for node in [node for node in table if node not in nodes]:
+                del table[node]
+
+    def views(self, members: Sequence[Member], round_trips: dict[NodeId, float | None]) -> tuple[MemberView, ...]:
+        return tuple(self._view(member, round_trips.get(member.node)) for member in members)
+
+    def _view(self, member: Member, round_trip_ms: float | None) -> MemberView:
+        now = self.progress.get(member.node)
+        phase, label, done, total, rate = (
+            _NO_PROGRESS if now is None else (now.phase, now.label, now.done, now.total, now.rate)
+        )
+        report = self.reports.get(member.node)
+        return MemberView(
+            node=member.node,
+            name=member.name,
+            state=member.state,
+            memory_bytes=member.memory_bytes,
+            device=member.device,
+            round_trip_ms=round_trip_ms,
+            phase=phase,
+            label=label,
+            done=done,
+            total=total,
+            rate=rate,
+            step_ms=report.step_ms or None if report else None,
+            hop_ms=report.hop_ms or None if report else None,
+            tokens_per_second=report.tokens_per_second if report else 0.0,
+            sessions=report.sessions if report else 0,
+            waiting=report.waiting if report else 0,
+            resident_bytes=report.memory_bytes if report else 0,
+        )

@@ -1,0 +1,578 @@
+"""The ring's shell: carries events in and effects out between links, discovery, membership, forming and the stage."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from ipaddress import IPv4Interface
+from pathlib import Path
+from random import Random
+from typing import Any, TypeAlias
+
+import anyio
+import anyio.to_thread
+from anyio.abc import TaskStatus
+
+from swarm.model.store import Store
+from swarm.protocol.errors import HandshakeError, ProtocolError, StoreError, SwarmError, UsageError
+from swarm.protocol.ids import BlobId, Epoch, NodeId
+from swarm.protocol.limits import DRAIN_TIMEOUT_S
+from swarm.protocol.messages import (
+    CloseSession,
+    Commit,
+    Drawn,
+    Member,
+    Members,
+    MemberState,
+    Message,
+    Phase,
+    Prepare,
+    Prepared,
+    PrepareFailed,
+    Progress,
+    Refused,
+    Segment,
+    StageReport,
+)
+from swarm.protocol.plan import Plan
+from swarm.protocol.snapshot import MemberView
+from swarm.ring import events as ev
+from swarm.ring.blob_server import BlobServer
+from swarm.ring.board import Board
+from swarm.ring.cutover import Cutover
+from swarm.ring.discovery import Announcement, DiscoveredState, Discovery, DiscoveryEvent, Found, Lost, Trouble
+from swarm.ring.forming import Forming
+from swarm.ring.handshake import Credentials
+from swarm.ring.identity import keep_incarnation, write_private
+from swarm.ring.interfaces import InterfaceChoice, advertised, choose, chosen_addresses, gather
+from swarm.ring.machine import resident_bytes
+from swarm.ring.membership import Membership
+from swarm.ring.mesh import Mesh
+from swarm.ring.pairing import OPEN_FINGERPRINT, fingerprint
+from swarm.ring.port import RingListener
+from swarm.ring.stage import StageHost
+from swarm.ring.supply import Model, acquire_model, load_model, model_source
+from swarm.ring.transfer import BlobFetcher, BlobSource
+from swarm.ring.websocket import LinkServer, dial
+from swarm.ring.worker import NO_STATS
+
+TICK_S = 0.25
+REPORT_S = 1.0
+PROGRESS_S = 0.5
+"""Between two progress messages of one phase."""
+
+
+_EPOCH_FILE = "epoch"
+
+Meter: TypeAlias = Callable[[], tuple[float, int]]
+"""Tokens per second and sessions of this node's coordinator."""
+
+
+@dataclass(frozen=True, slots=True)
+class RingView:
+    """What the ring's part of a screen shows; see `protocol.snapshot`."""
+
+    members: tuple[MemberView, ...]
+    plan: Plan
+    forming: Plan | None
+    model: str
+    model_known: bool
+    """Its tokenizer is here: prompts can be taken."""
+    loaded: bool
+    """Our part of the plan in force runs."""
+    linked: frozenset[NodeId]
+    addresses: tuple[str, ...]
+    notices: tuple[str, ...]
+    fetched: dict[NodeId, int]
+    """Bytes of the model that came from each peer."""
+
+
+@dataclass(frozen=True, slots=True)
+class RingConfig:
+    """What a node is, decided before it starts."""
+
+    home: Path
+    credentials: Credentials
+    incarnation: int
+    memory_bytes: int
+    device: str
+    speed: float
+    wanted: str = ""
+    """As given with ``--model``."""
+    port: int | None = None
+    peers: tuple[tuple[str, int], ...] = ()
+    interfaces: tuple[str, ...] = ()
+    code_given: bool = False
+    """The pairing code was given for this start: where the first peer refuses it, the node ends with that error."""
+
+
+class RingNode:
+    """One node. Implements `port.RingPort` and `mesh.MeshListener`; `run` owns every task."""
+
+    def __init__(self, config: RingConfig, store: Store, on_model: Callable[[Model], None]) -> None:
+        """`on_model` is told of the swarm's model once its tokenizer is here."""
+        self._config = config
+        self._own = config.credentials
+        self._store = store
+        self._on_model = on_model
+        self._mesh = Mesh(self.node, self)
+        self._server = LinkServer(self._own, self._mesh.serve)
+        self._server.add_routes(BlobServer(store, self.node, self._own.secret).routes())
+        self._board = Board()
+        self._models: dict[BlobId, Model] = {}
+        self._learning: set[BlobId] = set()
+        self._effects: deque[ev.MembershipEffect | ev.FormingEffect] = deque()
+        self._woken = anyio.Event()
+        self._drained = anyio.Event()
+        self._moved = anyio.Event()
+        """Set, and made anew, when a plan comes into force or a link goes."""
+        self._gone = anyio.Event()
+        self._fatal: SwarmError | None = None
+        self._found: dict[NodeId, tuple[str, ...]] = {}
+        self._progress_told = (Phase.IDLE, float("-inf"))
+        self._listener: RingListener | None = None
+        self._meter: Meter = _no_meter
+
+    # --- the door to the coordinator --------------------------------------------------------------------------------
+
+    @property
+    def node(self) -> NodeId:
+        return self._own.node
+
+    @property
+    def plan(self) -> Plan:
+        return self._cutover.plan
+
+    def attach(self, listener: RingListener) -> None:
+        self._listener = listener
+
+    async def send(self, to: NodeId, message: Message) -> None:
+        if to == self.node:
+            await self._deliver(self.node, message)
+        else:
+            await self._mesh.send(to, message)
+
+    # --- life -------------------------------------------------------------------------------------------------------
+
+    async def run(self, meter: Meter, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        """Be a node until cancelled or until `leave` has ended.
+
+        `meter` says how many tokens per second and sessions this node's coordinator has. Raises `UsageError` where the
+        port cannot be had or the code is refused.
+        """
+        self._meter = meter
+        choices = await anyio.to_thread.run_sync(_choose_interfaces, self._config.interfaces)
+        await self._server.start(self._config.port)
+        self._membership = Membership(self._first_record(advertised(choices, self._server.port)), Random())
+        self._forming = Forming(self.node, await anyio.to_thread.run_sync(_read_epoch, self._config.home))
+        fetcher = BlobFetcher(self._store, self.node, self._own.secret)
+        self._stage = StageHost(self.node, self._store, fetcher, self.send, self._config.memory_bytes, self.report)
+        self._discovery = Discovery(self._announcement(), self._scan, self._discovered)
+        try:
+            async with fetcher, anyio.create_task_group() as group:
+                self._group = group
+                self._cutover = Cutover(group, self._stage, self._prepare, self._prepared, self._activated)
+                for task in (self._discovery.run, self._mesh.run_heartbeats, self._tick, self._run_effects):
+                    group.start_soon(task)
+                for host, port in self._config.peers:
+                    self._tell_membership(ev.PeerFound(f"[{host}]:{port}" if ":" in host else f"{host}:{port}"))
+                task_status.started()
+                await self._gone.wait()
+                group.cancel_scope.cancel()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self._stage.release()
+                await self._server.close()
+        if self._fatal is not None:
+            raise self._fatal
+
+    async def leave(self) -> None:
+        """Announce it, serve until the ring is planned without this node, say goodbye; then `run` returns."""
+        self._change(state=MemberState.LEAVING)
+        with anyio.move_on_after(DRAIN_TIMEOUT_S):
+            while self.plan.stage_of(self.node) is not None and self._others():
+                await self._moved.wait()
+        self._change(state=MemberState.LEFT)
+        with anyio.move_on_after(DRAIN_TIMEOUT_S / 4):
+            await self._drained.wait()
+            await self._mesh.close("it was stopped")
+        self._gone.set()
+
+    def _others(self) -> list[Member]:
+        return [m for m in self._membership.members if m.node != self.node and m.node in self._membership.linked]
+
+    # --- events in --------------------------------------------------------------------------------------------------
+
+    def _tell_membership(self, event: ev.MembershipEvent) -> None:
+        self._queue(self._membership.handle(event, time.monotonic()))
+
+    def _tell_forming(self, event: ev.FormingEvent) -> None:
+        self._queue(self._forming.handle(event, time.monotonic()))
+
+    async def _tick(self) -> None:
+        reported = 0.0
+        while True:
+            self._tell_membership(ev.Tick())
+            self._tell_forming(ev.Tick())
+            if time.monotonic() - reported >= REPORT_S:
+                reported = time.monotonic()
+                self._report_stage()
+            await anyio.sleep(TICK_S)
+
+    def link_up(self, node: NodeId, name: str, dialled: str) -> None:
+        self._tell_membership(ev.LinkUp(node, dialled))
+        self._discovery.update(self._announcement())
+
+    def link_down(self, node: NodeId, reason: str) -> None:
+        self._tell_membership(ev.LinkDown(node))
+        self._stir()
+
+    def heard(self, node: NodeId, round_trip_ms: float | None) -> None:
+        self._tell_membership(ev.Heard(node, round_trip_ms))
+
+    async def received(self, node: NodeId, message: Message) -> None:
+        try:
+            await self._deliver(node, message)
+        except ProtocolError as error:
+            link = self._mesh.link(node)
+            if link is not None:
+                await link.close(str(error))
+
+    async def _deliver(self, sender: NodeId, message: Message) -> None:
+        match message:
+            case Segment() | Drawn() | Refused() | CloseSession():
+                await self._deliver_inference(sender, message)
+            case Members():
+                self._tell_membership(ev.MembersReceived(sender, message.members))
+                if message.plan.epoch.number:
+                    self._tell_forming(ev.PlanReceived(sender, message.plan))
+            case Prepare():
+                self._tell_forming(ev.PrepareReceived(sender, message.plan))
+            case Prepared():
+                self._tell_forming(ev.PreparedReceived(sender, message.epoch))
+            case PrepareFailed():
+                self._tell_forming(ev.PrepareFailedReceived(sender, message.epoch, message.reason))
+            case Commit():
+                self._tell_forming(ev.PlanReceived(sender, message.plan))
+            case Progress() if message.node == sender:
+                self._board.progress[sender] = message
+                self._tell_forming(ev.ProgressHeard(sender))
+            case StageReport() if message.node == sender:
+                self._board.reports[sender] = message
+            case _:
+                raise ProtocolError("a message out of place", found=type(message).__name__)
+
+    async def _deliver_inference(self, sender: NodeId, message: Segment | Drawn | Refused | CloseSession) -> None:
+        worker = self._stage.worker
+        match message:
+            case Segment() if worker is not None and worker.plan.epoch == message.epoch:
+                if sender != worker.expected_sender(message):
+                    raise ProtocolError("a segment from a node that is not before this one", found=sender[:8])
+                await worker.deliver(message)
+            case Segment():
+                refused = Refused(message.session, message.epoch, message.attempt, "this stage is not in force", False)
+                if message.coordinator == self.node or self._mesh.link(message.coordinator) is not None:
+                    await self.send(message.coordinator, refused)
+            case CloseSession():
+                if worker is not None:
+                    worker.close_session(message.session, sender)
+            case Drawn() if self._listener is not None:
+                self._listener.drawn(message)
+            case Refused() if self._listener is not None:
+                self._listener.refused(message)
+
+    def _discovered(self, event: DiscoveryEvent) -> None:
+        match event:
+            case Found(peer) if peer.swarm == self._own.swarm:
+                if peer.fingerprint != fingerprint(self._own.secret):
+                    self._board.notice(other_swarm(peer.swarm, peer.name, peer.fingerprint, bool(self._own.secret)))
+                    return
+                for address in set(self._found.get(peer.node, ())) - set(peer.addresses):
+                    self._tell_membership(ev.PeerLost(address))
+                self._found[peer.node] = peer.addresses
+                for address in peer.addresses:
+                    self._tell_membership(ev.PeerFound(address, peer.node))
+            case Lost(node):
+                for address in self._found.pop(node, ()):
+                    self._tell_membership(ev.PeerLost(address))
+            case Trouble(text):
+                self._board.notice(text)
+
+    def _scan(self) -> Sequence[IPv4Interface]:
+        return chosen_addresses(_choose_interfaces(self._config.interfaces))
+
+    # --- effects out ------------------------------------------------------------------------------------------------
+
+    def _queue(self, effects: Sequence[ev.MembershipEffect | ev.FormingEffect]) -> None:
+        if effects:
+            self._effects.extend(effects)
+            self._drained = anyio.Event()
+            self._woken.set()
+
+    async def _run_effects(self) -> None:
+        """Carry out effects one by one, in order: a number is on disk before the message that uses it is sent."""
+        while True:
+            await self._woken.wait()
+            self._woken = anyio.Event()
+            while self._effects:
+                await self._carry_out(self._effects[0])
+                self._effects.popleft()
+            self._drained.set()
+
+    async def _carry_out(self, effect: ev.MembershipEffect | ev.FormingEffect) -> None:
+        match effect:
+            case ev.Share(to, members):
+                for node in to:
+                    self._mesh.post(node, Members(members, self._forming.plan))
+            case ev.Send(to, message):
+                self._mesh.post(to, message)
+            case ev.Broadcast(message):
+                self._mesh.post_all(message)
+            case ev.Dial(address, node):
+                self._group.start_soon(self._dial, address, node)
+            case ev.CloseLink(node, reason):
+                link = self._mesh.link(node)
+                if link is not None:
+                    link.abort(reason)
+            case ev.MembershipChanged(members):
+                self._members_changed(members)
+            case ev.KeepIncarnation(number):
+                await anyio.to_thread.run_sync(keep_incarnation, self._config.home, number)
+            case ev.KeepEpoch(number):
+                await anyio.to_thread.run_sync(_write_epoch, self._config.home, number)
+            case ev.StartPrepare(plan):
+                self._cutover.start_prepare(plan)
+            case ev.CancelPrepare(epoch):
+                self._cutover.cancel_prepare(epoch)
+            case ev.Activate(plan, loaded):
+                self._cutover.activate(plan, loaded)
+            case ev.AcquireModel(wanted):
+                self._group.start_soon(self._acquire, wanted)
+            case ev.LearnModel(manifest, _):
+                self._group.start_soon(self._learn, manifest)
+            case ev.Notice(text):
+                self._board.notice(text)
+
+    def _members_changed(self, members: tuple[Member, ...]) -> None:
+        self._board.keep_only({member.node for member in members})
+        worker = self._stage.worker
+        for member in members:
+            if worker is not None and member.state in (MemberState.DEAD, MemberState.LEFT):
+                worker.close_coordinator(member.node)
+        self._tell_forming(ev.MembershipChanged(members))
+
+    async def _dial(self, address: str, node: NodeId | None) -> None:
+        try:
+            link = await dial(address, self._own, expected=node)
+        except HandshakeError as error:
+            if self._config.code_given and not self._mesh.nodes:
+                self._fatal = UsageError(error.problem, expected=error.expected, found=error.found, action=error.action)
+                self._gone.set()
+            self._board.notice(str(error))
+            self._tell_membership(ev.DialFailed(address, node, retry=False))
+        except SwarmError:
+            self._tell_membership(ev.DialFailed(address, node))
+        else:
+            await self._mesh.serve(link, address)
+
+    # --- this node --------------------------------------------------------------------------------------------------
+
+    def _announcement(self) -> Announcement:
+        state = DiscoveredState.MEMBER if self._mesh.nodes else DiscoveredState.FOUNDING
+        own = self._own
+        return Announcement(own.node, own.name, own.swarm, fingerprint(own.secret), self._server.port, state)
+
+    def _first_record(self, addresses: tuple[str, ...]) -> Member:
+        config = self._config
+        return Member(
+            node=self.node,
+            name=self._own.name,
+            incarnation=config.incarnation,
+            version=1,
+            state=MemberState.ALIVE,
+            addresses=addresses,
+            memory_bytes=config.memory_bytes,
+            device=config.device,
+            speed=config.speed,
+            model=None,
+            model_name="",
+            wanted=config.wanted,
+        )
+
+    def _change(self, **fields: Any) -> None:
+        """Publish a change of our own record."""
+        self._tell_membership(ev.LocalChange(replace(self._membership.me, **fields)))
+
+    def report(self, phase: Phase, label: str, done: int, total: int, rate: float) -> None:
+        """Progress of this node's own work, for every screen; not too often."""
+        progress = Progress(self.node, phase, label, done, total, rate)
+        self._board.progress[self.node] = progress
+        told, when = self._progress_told
+        now = time.monotonic()
+        if phase is not told or now - when >= PROGRESS_S or done == total:
+            self._progress_told = (phase, now)
+            self._mesh.post_all(progress)
+            self._tell_forming(ev.ProgressHeard(self.node))
+
+    def _report_stage(self) -> None:
+        rate, sessions = self._meter()
+        worker, plan = self._stage.worker, self.plan
+        stats = worker.stats() if worker is not None else NO_STATS
+        following = plan.after(self.node) if plan.stage_of(self.node) else None
+        trip = self._membership.round_trip_ms(following.node) if following else None
+        report = StageReport(
+            node=self.node,
+            epoch=plan.epoch,
+            step_ms=stats.step_ms,
+            hop_ms=(trip or 0.0) / 2,
+            rows_per_second=stats.rows_per_second,
+            tokens_per_second=rate,
+            sessions=sessions,
+            waiting=stats.waiting,
+            memory_bytes=resident_bytes(),
+        )
+        self._board.reports[self.node] = report
+        self._mesh.post_all(report)
+
+    # --- the model and the stage ------------------------------------------------------------------------------------
+
+    async def _acquire(self, wanted: str) -> None:
+        """Get the swarm's model from outside, for everybody."""
+        try:
+            source = await anyio.to_thread.run_sync(model_source, wanted)
+            self._change(model=None, model_name=source.name)
+            model = await acquire_model(wanted, self._store, self.report)
+            await self._know(await anyio.to_thread.run_sync(load_model, self._store, model))
+        except SwarmError as error:
+            self._change(model=None, model_name="")
+            self._tell_forming(ev.AcquireFailed(str(error)))
+        finally:
+            self.report(Phase.IDLE, "", 0, 0, 0.0)
+
+    async def _learn(self, manifest: BlobId) -> None:
+        """Get the manifest, graph and tokenizer of a model that a peer has."""
+        if manifest in self._learning:
+            return
+        self._learning.add(manifest)
+        try:
+            await self._model(manifest)
+        except SwarmError as error:
+            self._board.notice(str(error))
+        finally:
+            self._learning.discard(manifest)
+            self.report(Phase.IDLE, "", 0, 0, 0.0)
+
+    async def _model(self, manifest: BlobId) -> Model:
+        """The model of a manifest, from peers where it is not here. Raises `StoreError`, `ModelError`."""
+        if manifest not in self._models:
+            size = next((m.manifest_bytes for m in self._membership.members if m.model == manifest), 0)
+            await self._stage.manifest(manifest, size, self._sources())
+            await self._know(await anyio.to_thread.run_sync(load_model, self._store, manifest))
+        return self._models[manifest]
+
+    async def _know(self, model: Model) -> None:
+        self._models[model.id] = model
+        self._change(model=model.id, model_name=model.manifest.name, manifest_bytes=model.bytes)
+        self._tell_forming(ev.ModelKnown(model.shape))
+        self._on_model(model)
+
+    async def _prepare(self, plan: Plan) -> None:
+        """Everything our stage of `plan` needs. Where no peer has a blob, the model's own source is asked once more."""
+        assert plan.model is not None
+        try:
+            model = await self._model(plan.model)
+            try:
+                await self._stage.prepare(plan, model.manifest, self._sources())
+            except StoreError as error:
+                await self._acquire_again(model, error)
+                await self._stage.prepare(plan, model.manifest, self._sources())
+        finally:
+            self.report(Phase.IDLE, "", 0, 0, 0.0)
+
+    async def _acquire_again(self, model: Model, error: StoreError) -> None:
+        """A PC left and took layers with it. Raises `error` where the source cannot give the same model here."""
+        try:
+            found = await acquire_model(model.manifest.source, self._store, self.report)
+        except SwarmError:
+            raise error from None
+        if found != model.id:
+            raise error
+
+    def _prepared(self, epoch: Epoch, failure: str | None) -> None:
+        answer = ev.LocalPrepared(epoch) if failure is None else ev.LocalPrepareFailed(epoch, failure)
+        self._tell_forming(answer)
+
+    def _activated(self, plan: Plan) -> None:
+        """`plan` is in force here: even without a stage in it this node takes prompts, so it needs the tokenizer."""
+        if plan.model is not None and plan.model not in self._models:
+            self._group.start_soon(self._learn, plan.model)
+        self._stir()
+        if self._listener is not None:
+            self._listener.plan_changed(plan)
+
+    def _stir(self) -> None:
+        self._moved.set()
+        self._moved = anyio.Event()
+
+    def _sources(self) -> list[BlobSource]:
+        """Where blobs can be fetched: every linked member, at the address most likely to answer."""
+        sources = []
+        for member in self._others():
+            link = self._mesh.link(member.node)
+            if link is not None and member.addresses:
+                host = link.peer_address.rpartition(":")[0]
+                address = next((a for a in member.addresses if a.rpartition(":")[0] == host), member.addresses[0])
+                sources.append(BlobSource(member.node, address))
+        return sources
+
+    # --- the picture ------------------------------------------------------------------------------------------------
+
+    def view(self) -> RingView:
+        """What this node knows now."""
+        members = self._membership.members
+        trips = {member.node: self._membership.round_trip_ms(member.node) for member in members}
+        plan = self.plan
+        chosen = self._models.get(plan.model) if plan.model else None
+        acquiring = next((m.model_name for m in members if m.model_name), "")
+        return RingView(
+            members=self._board.views(members, trips),
+            plan=plan,
+            forming=self._forming.preparing,
+            model=chosen.manifest.name if chosen else acquiring,
+            model_known=chosen is not None,
+            loaded=self._forming.loaded,
+            linked=self._membership.linked | {self.node},
+            addresses=self._membership.me.addresses,
+            notices=tuple(self._board.notices),
+            fetched=dict(self._stage.fetched),
+        )
+
+
+def other_swarm(swarm: str, name: str, theirs: str, paired: bool) -> str:
+    """Another swarm of our name is on this network: what to do, in one line."""
+    if theirs == OPEN_FINGERPRINT:
+        return f'"{name}" runs an open swarm with this name, "{swarm}". To join it, start with --open.'
+    ours = "has another pairing code" if paired else "has a pairing code and this one is open"
+    return f'"{name}" is in a swarm with this name, "{swarm}", that {ours}. To join it, start with --code and its code.'
+
+
+def _choose_interfaces(wanted: tuple[str, ...]) -> tuple[InterfaceChoice, ...]:
+    return choose(gather(), wanted)
+
+
+def _read_epoch(home: Path) -> int:
+    """The last epoch this node proposed; 0 where there is none."""
+    try:
+        return int((home / _EPOCH_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return 0
+
+
+def _write_epoch(home: Path, number: int) -> None:
+    write_private(home / _EPOCH_FILE, str(number).encode())
+
+
+def _no_meter() -> tuple[float, int]:
+    return 0.0, 0

@@ -1,0 +1,133 @@
+"""Where a node gets a model from: its store, its peers, and only then from outside."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import anyio.from_thread
+import anyio.to_thread
+
+from swarm.model.manifest import Manifest
+from swarm.model.publish import publish
+from swarm.model.sources import Source, acquire, resolve
+from swarm.model.store import Store
+from swarm.model.tokenizer import Tokenizer, unpack
+from swarm.protocol.errors import ModelError, StoreError
+from swarm.protocol.ids import BlobId
+from swarm.protocol.messages import Phase
+from swarm.ring.fit import ModelShape
+
+Report = Callable[[Phase, str, int, int, float], None]
+"""(phase, what, done, total, rate)"""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model this node knows: it can plan with it and take prompts for it."""
+
+    id: BlobId
+    bytes: int
+    """Of the manifest itself."""
+    manifest: Manifest
+    tokenizer: Tokenizer
+
+    @property
+    def shape(self) -> ModelShape:
+        manifest = self.manifest
+        return ModelShape(
+            manifest=self.id,
+            layer_bytes=tuple(layer.bytes for layer in manifest.layers),
+            embedding_bytes=manifest.embedding.bytes,
+            head_bytes=manifest.head.bytes,
+            head_uses_embedding=manifest.tied,
+            kv_bytes_per_token=manifest.kv_bytes_per_token,
+            hidden_size=manifest.hidden_size,
+            context_tokens=manifest.context_tokens,
+        )
+
+
+def model_source(wanted: str) -> Source:
+    """What ``--model`` names; empty: the embedded default. Raises `UsageError`."""
+    return resolve(wanted or None)
+
+
+def load_model(store: Store, model: BlobId) -> Model:
+    """Read a manifest and its tokenizer, which are in the store; blocking. Raises `StoreError`, `ModelError`."""
+    data = store.read(model)
+    manifest = Manifest.decode(data)
+    folder = store.root / "tokenizers" / manifest.tokenizer.id
+    if not folder.is_dir():
+        fresh = folder.with_name(f"{folder.name}.{time.monotonic_ns()}")
+        fresh.mkdir(parents=True)
+        unpack(store.read(manifest.tokenizer.id), fresh)
+        try:
+            fresh.replace(folder)
+        except OSError:  # another process of this home was first
+            shutil.rmtree(fresh, ignore_errors=True)
+    return Model(model, len(data), manifest, Tokenizer.load(folder))
+
+
+async def acquire_model(wanted: str, store: Store, report: Report) -> BlobId:
+    """The id of the manifest of what `wanted` names, whole in the store; from outside where it is not here yet.
+
+    Raises `SwarmError` with what to do. May be cancelled; what was downloaded stays.
+    """
+    source = await anyio.to_thread.run_sync(model_source, wanted)
+    known = await anyio.to_thread.run_sync(_stored, store, source)
+    if known is not None:
+        return known
+    meter = _Meter(report)
+
+    def work() -> BlobId:
+        workdir = store.root / "work"
+        ir = acquire(source, workdir, meter.progress)
+        model = publish(ir, store, source.name, source.spec, partial(meter.progress, Phase.CONVERT, source.name))
+        if ir.is_relative_to(workdir):  # ours, and all of it is in the store now
+            shutil.rmtree(ir, ignore_errors=True)
+        return model
+
+    return await anyio.to_thread.run_sync(work)
+
+
+def _stored(store: Store, source: Source) -> BlobId | None:
+    """The newest manifest of `source` of which every blob is here."""
+    for found in sorted(store.manifests(), key=lambda found: -found.added):
+        if found.spec == source.spec and not _changed_since(source.path, found.added):
+            try:
+                manifest = Manifest.decode(store.read(found.blob))
+            except (StoreError, ModelError):
+                continue
+            if all(store.has(blob.id) for blob in manifest.blobs()):
+                return found.blob
+    return None
+
+
+def _changed_since(path: Path | None, when: float) -> bool:
+    """Whether the file, or the directory's graph, is newer than `when`."""
+    if path is None:
+        return False
+    place = path / "openvino_model.xml" if path.is_dir() else path
+    return place.stat().st_mtime > when
+
+
+class _Meter:
+    """Progress of work in a thread: adds the rate, hands it to the event loop, stops the work when it is cancelled."""
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+        self._phase = Phase.IDLE
+        self._began = (0.0, 0)
+
+    def progress(self, phase: Phase, label: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if phase is not self._phase:
+            self._phase, self._began = phase, (now, done)
+        elapsed = now - self._began[0]
+        rate = (done - self._began[1]) / elapsed if elapsed > 0.2 else 0.0
+        anyio.from_thread.check_cancelled()
+        anyio.from_thread.run_sync(self._report, phase, label, done, total, rate)
