@@ -17,7 +17,7 @@ from openvino import opset13 as ops
 
 from swarm.model.scratch import owned_name
 from swarm.protocol.tensors import Array
-from tests.real_models import cache_directory, qwen_ir, smollm2_ir
+from tests.real_models import cache_directory, qwen_gguf, qwen_ir, smollm2_gguf, smollm2_ir
 
 GROUP = 128
 _ROWS = 16_384  # of a weight in memory as f32 at once
@@ -32,6 +32,11 @@ def smollm2() -> Path:
 def qwen() -> Path:
     """Qwen2.5-Coder-1.5B-Instruct as its Q4_K_M GGUF has it: IR directory."""
     return qwen_ir(cache_directory())
+
+
+def gguf_file(model: str) -> Path:
+    """What ``smollm2`` or ``qwen`` was made from."""
+    return {"smollm2": smollm2_gguf, "qwen": qwen_gguf}[model](cache_directory())
 
 
 def qwen_int4() -> Path:

@@ -32,7 +32,7 @@ def cores() -> list[int]:
 
 
 def pin(core: int) -> None:
-    """From now on this process runs on `core` alone; before OpenVINO is imported, which reads the mask once."""
+    """From now on this process runs on `core` alone; before OpenVINO is first used: it reads the mask once."""
     if hasattr(psutil.Process, "cpu_affinity"):
         psutil.Process().cpu_affinity([core])
 
@@ -80,16 +80,19 @@ def machine() -> dict[str, str | int]:
     }
 
 
-def report(bench: str, figures: Mapping[str, float], settings: Mapping[str, Any], *, simulated: bool = False) -> None:
-    """Keep the result under `RESULTS` and print it as the last line."""
+def report(
+    bench: str, figures: Mapping[str, float], settings: Mapping[str, Any], *, simulated: bool = False, keep: bool = True
+) -> None:
+    """Print the result as the last line and, with `keep`, write it to `RESULTS`."""
     result = {
         "bench": bench,
         "figures": {name: round(value, 4) for name, value in figures.items()},
         "simulated": simulated,
         "settings": {**settings, "machine": machine(), "date": time.strftime("%Y-%m-%d")},
     }
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{bench}.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    if keep:
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / f"{bench}.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     sys.stderr.flush()
     print(json.dumps(result), flush=True)
 
