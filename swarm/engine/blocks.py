@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from swarm.protocol.errors import CapacityError, SessionError
@@ -49,14 +50,12 @@ class BlockPool:
         have = len(table.blocks) if table else 0
         return max(0, -(-(start + rows) // self.size) - have)
 
-    def extend(self, session: SessionId, start: int, tokens: tuple[int, ...]) -> BlockTable:
-        """Bring the session to exactly `start` positions and make room for `tokens` behind them.
+    def reserve(self, spans: Iterable[tuple[SessionId, int, int]]) -> None:
+        """Check that the spans (session, start, rows), one for each session, fit together; changes nothing.
 
-        Raises `SessionError` for a gap, `CapacityError` where the pool is full; then nothing has changed.
+        Raises `SessionError` for a gap, `CapacityError` where the pool has too few free blocks.
         """
-        need = self.check(session, start, len(tokens))
-        table = self._tables.get(session) or BlockTable()
-        keep = -(-(start + len(tokens)) // self.size)
+        need = sum(self.check(*span) for span in spans)
         if need > len(self._free):
             raise CapacityError(
                 "the KV cache is full",
@@ -64,9 +63,18 @@ class BlockPool:
                 found=f"{len(self._free) * self.size} of {self.blocks * self.size}, {len(self._tables)} sessions",
                 action="Wait for another answer to end, or add a PC.",
             )
+
+    def extend(self, session: SessionId, start: int, tokens: tuple[int, ...]) -> BlockTable:
+        """Bring the session to exactly `start` positions and make room for `tokens` behind them.
+
+        Raises `SessionError` for a gap, `CapacityError` where the pool is full; then nothing has changed.
+        """
+        self.reserve([(session, start, len(tokens))])
+        table = self._tables.get(session) or BlockTable()
+        keep = -(-(start + len(tokens)) // self.size)
         while len(table.blocks) > keep:
             self._free.append(table.blocks.pop())
-        table.blocks += [self._free.pop() for _ in range(need)]
+        table.blocks += [self._free.pop() for _ in range(keep - len(table.blocks))]
         del table.tokens[start:]
         table.tokens += tokens
         self._tables[session] = table

@@ -99,7 +99,7 @@ class PagedEngine:
             )
 
     def run(self, batch: Sequence[Segment]) -> list[Output]:
-        self._reserve(batch)
+        self._pool.reserve((segment.session, segment.start, len(segment.tokens)) for segment in batch)
         tables = [self._pool.extend(segment.session, segment.start, segment.tokens) for segment in batch]
         rows = _Rows(batch, tables)
         if rows.count < MIN_ROWS:
@@ -130,17 +130,6 @@ class PagedEngine:
         """Of the last forward's wanted rows, ``[rows, vocabulary]`` f32 in batch order; a view until the next one."""
         data: Array = self._request.get_output_tensor(0).data
         return data.reshape(data.shape[0], -1)
-
-    def _reserve(self, batch: Sequence[Segment]) -> None:
-        """Raise before anything is changed where the batch as a whole does not fit."""
-        need = sum(self._pool.check(s.session, s.start, len(s.tokens)) for s in batch)
-        if need > self._pool.free_blocks:
-            raise CapacityError(
-                "the KV cache is full",
-                expected=f"{need * self._pool.size} free positions",
-                found=f"{self.free_tokens}",
-                action="Wait for another answer to end, or add a PC.",
-            )
 
     def _set_inputs(self, rows: _Rows, batch: Sequence[Segment]) -> None:
         if self._first:

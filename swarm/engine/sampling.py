@@ -14,7 +14,7 @@ from swarm.protocol.sampling import SamplingParams
 from swarm.protocol.tensors import Array
 
 _MAX_NOISE_SPAN = 41.0
-"""Gumbel noise from 53-bit uniforms lies in (-3.7, 36.8): a logit this far below the best can never win."""
+"""Gumbel noise from 52-bit uniforms lies in (-3.7, 36.8): a logit this far below the best can never win."""
 
 
 def draw(logits: Array, params: SamplingParams, position: int, history: Array) -> int:
@@ -43,19 +43,21 @@ def _penalized(logits: Array, history: Array, penalty: float) -> Array:
 
 def _candidates(logits: Array, params: SamplingParams) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
     """Token ids that may be drawn, and their logits over temperature, after top-k, top-p and min-p in that order."""
-    scaled = logits.astype(np.float64) / params.temperature
-    best = scaled.max()
-    ids = np.flatnonzero(scaled >= best - _MAX_NOISE_SPAN)
+    # Below the best, not from zero: a tiny temperature would make several logits infinite, and so equal.
+    values = logits.astype(np.float64)
+    with np.errstate(over="ignore"):
+        scaled = (values - values.max()) / params.temperature
+    ids = np.flatnonzero(scaled >= -_MAX_NOISE_SPAN)
     if params.top_k and params.top_k < len(ids):
         ids = ids[_largest(scaled[ids], params.top_k)]
     if params.top_p < 1.0:
-        weights = np.exp(scaled[ids] - best)
+        weights = np.exp(scaled[ids])
         order = np.argsort(-weights, kind="stable")
         mass = np.cumsum(weights[order])
         keep = int(np.searchsorted(mass, params.top_p * mass[-1])) + 1
         ids = np.sort(ids[order[:keep]])
     if params.min_p > 0.0:
-        ids = ids[np.exp(scaled[ids] - best) >= params.min_p]
+        ids = ids[np.exp(scaled[ids]) >= params.min_p]
     return ids, scaled[ids]
 
 
@@ -70,7 +72,8 @@ def gumbel(seed: int, position: int, ids: npt.NDArray[np.int64]) -> npt.NDArray[
         key = _mix(np.array([seed], np.uint64) + np.uint64(0x9E3779B97F4A7C15))
         key = _mix(key ^ np.uint64(position))
         bits = _mix(_mix(key + ids.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)))
-    uniform = ((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+    # With one bit more the half would round the largest up to 1, whose noise is infinite.
+    uniform = ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
     noise: npt.NDArray[np.float64] = -np.log(-np.log(uniform))
     return noise
 

@@ -70,6 +70,7 @@ class TimedEngine:
             raise CapacityError("a session longer than the KV cache", found=str(segment.start + len(segment.tokens)))
 
     def run(self, batch: Sequence[Segment]) -> list[Output]:
+        self._pool.reserve((segment.session, segment.start, len(segment.tokens)) for segment in batch)
         outputs = []
         for segment in batch:
             table = self._pool.extend(segment.session, segment.start, segment.tokens)

@@ -114,7 +114,7 @@ class Manifest:
                 raise ModelError(f"bad {name} in a manifest", expected=f"1 to {high}", found=str(value))
         for blob in self.blobs():
             for tensor in blob.tensors:
-                if min((tensor.offset, *tensor.shape), default=0) < 0 or tensor.offset + tensor.bytes > blob.bytes:
+                if min(tensor.offset, tensor.bytes, *tensor.shape) < 0 or tensor.offset + tensor.bytes > blob.bytes:
                     raise ModelError("a tensor outside its blob", found=tensor.name[:80])
 
 
@@ -162,6 +162,6 @@ def _text(value: object) -> str:
 
 
 def _integer(value: object) -> int:
-    if type(value) is not int:
+    if type(value) is not int or not -(2**63) <= value < 2**63:
         raise ModelError("bad number in a manifest", found=repr(value)[:80])
     return value

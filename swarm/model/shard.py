@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import cbor2
@@ -54,8 +55,10 @@ def load_shard(manifest: Manifest, store: Store, start: int, end: int) -> Shard:
 def _read_graph(packed: bytes) -> ov.Model:
     try:
         xml, weights = cbor2.loads(packed)
+        if not (isinstance(xml, bytes) and isinstance(weights, bytes)):
+            raise ModelError("the model's graph cannot be read", expected="its XML and its small constants")
         return ov.Core().read_model(xml, weights)
-    except (ValueError, TypeError, RuntimeError) as error:
+    except (cbor2.CBORError, ValueError, TypeError, RuntimeError) as error:
         raise ModelError("the model's graph cannot be read", found=str(error).strip()[:200]) from None
 
 
@@ -63,4 +66,8 @@ def _constant(data: Array, tensor: TensorRef) -> ov.Node:
     kind = getattr(ov.Type, tensor.type, None)
     if not isinstance(kind, ov.Type):
         raise ModelError("unknown element type in a manifest", found=tensor.type[:40])
+    expected = -(-math.prod(tensor.shape) * kind.bitwidth // 8)
+    if expected != tensor.bytes:
+        # OpenVINO would read on behind the mapped bytes.
+        raise ModelError("a tensor of the wrong size", expected=f"{expected} bytes", found=f"{tensor.bytes} bytes")
     return ops.constant(ov.Tensor(data, ov.Shape(list(tensor.shape)), kind), shared_memory=True)

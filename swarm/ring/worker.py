@@ -15,7 +15,7 @@ import anyio
 
 from swarm.engine.base import Engine, Output
 from swarm.protocol import limits
-from swarm.protocol.errors import CapacityError, LinkClosedError, SessionError, SwarmError
+from swarm.protocol.errors import CapacityError, DeadlineError, LinkClosedError, SessionError, SwarmError
 from swarm.protocol.ids import NodeId, SessionId
 from swarm.protocol.messages import Drawn, Message, Refused, RowKind, Segment
 from swarm.protocol.plan import Plan
@@ -79,7 +79,7 @@ class SegmentQueue:
         for segment in sorted(heads.values(), key=lambda s: s.kind is RowKind.PREFILL):
             count = len(segment.tokens)
             extra = count if segment.kind is RowKind.PREFILL else 0
-            if batch and (rows + count > max_rows or (extra and prefill + extra > PREFILL_ROWS)):
+            if (batch and rows + count > max_rows) or (prefill and extra and prefill + extra > PREFILL_ROWS):
                 continue
             batch.append(segment)
             rows += count
@@ -101,6 +101,7 @@ class StageWorker:
         self._arrived = asyncio.Event()
         self._room = asyncio.Event()
         self._room.set()
+        self._over = False
         self._closing: set[SessionId] = set()
         self._owners: dict[SessionId, NodeId] = {}
         self._steps: deque[float] = deque(maxlen=_WINDOW)
@@ -140,6 +141,9 @@ class StageWorker:
             await self._refuse(segment, f"this stage holds {limits.MAX_SESSIONS_PER_STAGE} sessions", fatal=True)
             return
         while len(self._queue) >= limits.MAX_QUEUED_SEGMENTS:
+            if self._over:
+                await self._refuse(segment, "this stage is not in force any more", fatal=False)
+                return
             self._room.clear()
             await self._room.wait()
         self._queue.push(segment)
@@ -169,14 +173,18 @@ class StageWorker:
                 group.start_soon(self._send_results, results)
                 while True:
                     await self._arrived.wait()
+                    # Before the batch is taken: what arrives while something is refused must be seen.
+                    self._arrived.clear()
                     self._close_sessions()
                     batch = await self._take()
-                    if not batch:
-                        self._arrived.clear()
-                        continue
-                    for to, message in await self._forward(executor, batch):
-                        await outgoing.send((to, message))
+                    if len(self._queue):
+                        self._arrived.set()
+                    if batch:
+                        for to, message in await self._forward(executor, batch):
+                            await outgoing.send((to, message))
         finally:
+            self._over = True
+            self._room.set()
             outgoing.close()
             results.close()
             if self._running is not None:
@@ -212,6 +220,9 @@ class StageWorker:
             outputs = await asyncio.shield(self._running)
         except SwarmError as error:
             fatal = isinstance(error, CapacityError)
+            if fatal and len(batch) > 1:
+                # Nothing was run. One that does not fit must not take the others with it.
+                return [result for segment in batch for result in await self._forward(executor, [segment])]
             return [(s.coordinator, _refusal(s, str(error), fatal)) for s in batch]
         if any(segment.kind is RowKind.DECODE for segment in batch):
             self._steps.append((time.perf_counter() - began) * 1000)
@@ -231,7 +242,7 @@ class StageWorker:
         async for to, message in results:
             try:
                 await self._send(to, message)
-            except LinkClosedError as error:
+            except (LinkClosedError, DeadlineError) as error:
                 # A lost coordinator needs nothing any more. A lost next stage is a new epoch soon.
                 if isinstance(message, Segment):
                     await self._refuse(message, f"the next stage is gone: {error}", fatal=False)
@@ -239,7 +250,7 @@ class StageWorker:
     async def _refuse(self, segment: Segment, reason: str, *, fatal: bool) -> None:
         try:
             await self._send(segment.coordinator, _refusal(segment, reason, fatal))
-        except LinkClosedError:
+        except (LinkClosedError, DeadlineError):
             return
 
     def _close_sessions(self) -> None:
