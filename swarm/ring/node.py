@@ -36,7 +36,7 @@ from swarm.protocol.messages import (
     Segment,
     StageReport,
 )
-from swarm.protocol.plan import Plan
+from swarm.protocol.plan import NO_PLAN, Plan
 from swarm.protocol.snapshot import MemberView
 from swarm.ring import events as ev
 from swarm.ring.blob_server import BlobServer
@@ -134,6 +134,7 @@ class RingNode:
         self._progress_told = (Phase.IDLE, float("-inf"))
         self._listener: RingListener | None = None
         self._meter: Meter = _no_meter
+        self._plan = NO_PLAN
 
     # --- the door to the coordinator --------------------------------------------------------------------------------
 
@@ -143,7 +144,7 @@ class RingNode:
 
     @property
     def plan(self) -> Plan:
-        return self._cutover.plan
+        return self._plan
 
     def attach(self, listener: RingListener) -> None:
         self._listener = listener
@@ -178,6 +179,7 @@ class RingNode:
                     group.start_soon(task)
                 for host, port in self._config.peers:
                     self._tell_membership(ev.PeerFound(f"[{host}]:{port}" if ":" in host else f"{host}:{port}"))
+                self._tell_forming(ev.MembershipChanged(self._membership.members))
                 task_status.started()
                 await self._gone.wait()
                 group.cancel_scope.cancel()
@@ -506,6 +508,7 @@ class RingNode:
 
     def _activated(self, plan: Plan) -> None:
         """`plan` is in force here: even without a stage in it this node takes prompts, so it needs the tokenizer."""
+        self._plan = plan
         if plan.model is not None and plan.model not in self._models:
             self._group.start_soon(self._learn, plan.model)
         self._stir()
