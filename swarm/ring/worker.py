@@ -6,7 +6,7 @@ import asyncio
 import statistics
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -24,6 +24,12 @@ Send: TypeAlias = Callable[[NodeId, Message], Awaitable[None]]
 
 PREFILL_ROWS = 256
 """Of prefill in one forward beside decode rows: bounds what a long prompt adds to everybody's step."""
+
+RESTED_S = 5.0
+"""A session's cache may be given up for others after so long without a segment."""
+
+_BLOCK_SLACK = 32
+"""Positions a session may take beyond its rows: it takes whole blocks."""
 
 _WINDOW = 64
 """Forwards over which step times are taken."""
@@ -104,6 +110,8 @@ class StageWorker:
         self._over = False
         self._closing: set[SessionId] = set()
         self._owners: dict[SessionId, NodeId] = {}
+        self._used: dict[SessionId, float] = {}
+        """When each session last sent something."""
         self._steps: deque[float] = deque(maxlen=_WINDOW)
         self._rows = 0
         self._counted = time.monotonic()
@@ -136,10 +144,9 @@ class StageWorker:
         if self._owners.setdefault(segment.session, segment.coordinator) != segment.coordinator:
             await self._refuse(segment, "the session belongs to another node", fatal=True)
             return
+        self._used[segment.session] = time.monotonic()
         if len(self._owners) > limits.MAX_SESSIONS_PER_STAGE:
-            del self._owners[segment.session]
-            await self._refuse(segment, f"this stage holds {limits.MAX_SESSIONS_PER_STAGE} sessions", fatal=True)
-            return
+            self._forget(self._oldest({segment.session}))
         while len(self._queue) >= limits.MAX_QUEUED_SEGMENTS:
             if self._over:
                 await self._refuse(segment, "this stage is not in force any more", fatal=False)
@@ -153,10 +160,18 @@ class StageWorker:
         """Free what the stage holds for `session` of `owner`, as soon as no forward runs."""
         if self._owners.get(session) != owner:
             return
+        self._forget(session)
+
+    def _forget(self, session: SessionId) -> None:
         self._queue.forget(session)
         self._owners.pop(session, None)
+        self._used.pop(session, None)
         self._closing.add(session)
         self._arrived.set()
+
+    def _oldest(self, except_for: Set[SessionId]) -> SessionId:
+        """The session that was unused longest. Raises ``ValueError`` where there is no other."""
+        return min(self._used.keys() - except_for, key=self._used.__getitem__)
 
     def close_coordinator(self, node: NodeId) -> None:
         """Free what the stage holds for sessions of a coordinator that is gone."""
@@ -194,8 +209,10 @@ class StageWorker:
 
     async def _take(self) -> list[Segment]:
         """The next batch that the engine can run; what it cannot is refused."""
-        batch = []
-        for segment in self._queue.take(self._engine.max_rows):
+        batch: list[Segment] = []
+        taken = self._queue.take(self._engine.max_rows)
+        self._make_room(taken)
+        for segment in taken:
             try:
                 self._check(segment)
                 batch.append(segment)
@@ -204,6 +221,20 @@ class StageWorker:
         if len(self._queue) < limits.MAX_QUEUED_SEGMENTS:
             self._room.set()
         return batch
+
+    def _make_room(self, batch: Sequence[Segment]) -> None:
+        """Caches that nobody used for a while go before an answer that is being written is refused.
+
+        Whoever wants one of them again replays it (vLLM's recomputation, Kwon et al. 2023, section 4.5).
+        """
+        busy = {segment.session for segment in batch}
+        need = sum(len(segment.tokens) + _BLOCK_SLACK for segment in batch)
+        while self._engine.free_tokens < need and self._used.keys() - busy:
+            oldest = self._oldest(busy)
+            if time.monotonic() - self._used[oldest] < RESTED_S:
+                return
+            self._forget(oldest)
+            self._close_sessions()
 
     def _check(self, segment: Segment) -> None:
         rows = len(segment.tokens)
@@ -219,11 +250,11 @@ class StageWorker:
         try:
             outputs = await asyncio.shield(self._running)
         except SwarmError as error:
-            fatal = isinstance(error, CapacityError)
-            if fatal and len(batch) > 1:
+            if isinstance(error, CapacityError) and len(batch) > 1:
                 # Nothing was run. One that does not fit must not take the others with it.
                 return [result for segment in batch for result in await self._forward(executor, [segment])]
-            return [(s.coordinator, _refusal(s, str(error), fatal)) for s in batch]
+            # Not fatal: a full cache empties again, and a session that can never fit is refused by `check`.
+            return [(s.coordinator, _refusal(s, str(error), fatal=False)) for s in batch]
         if any(segment.kind is RowKind.DECODE for segment in batch):
             self._steps.append((time.perf_counter() - began) * 1000)
         self._rows += sum(len(segment.tokens) for segment in batch)
