@@ -59,6 +59,11 @@ class SegmentQueue:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    @property
+    def sessions(self) -> set[SessionId]:
+        """Those of which something waits."""
+        return {segment.session for segment in self._waiting}
+
     def push(self, segment: Segment) -> None:
         """Queue `segment`; a newer attempt drops what waits of older ones, an older one is dropped itself."""
         newest = self._attempts.get(segment.session, -1)
@@ -146,7 +151,12 @@ class StageWorker:
             return
         self._used[segment.session] = time.monotonic()
         if len(self._owners) > limits.MAX_SESSIONS_PER_STAGE:
-            self._forget(self._oldest({segment.session}))
+            idle = self._idle({segment.session})
+            if not idle:
+                del self._owners[segment.session], self._used[segment.session]
+                await self._refuse(segment, f"all {limits.MAX_SESSIONS_PER_STAGE} sessions are busy", fatal=False)
+                return
+            self._forget(idle[0])
         while len(self._queue) >= limits.MAX_QUEUED_SEGMENTS:
             if self._over:
                 await self._refuse(segment, "this stage is not in force any more", fatal=False)
@@ -169,9 +179,9 @@ class StageWorker:
         self._closing.add(session)
         self._arrived.set()
 
-    def _oldest(self, except_for: Set[SessionId]) -> SessionId:
-        """The session that was unused longest. Raises ``ValueError`` where there is no other."""
-        return min(self._used.keys() - except_for, key=self._used.__getitem__)
+    def _idle(self, except_for: Set[SessionId]) -> list[SessionId]:
+        """Sessions of which nothing waits, those that were unused longest first."""
+        return sorted(self._used.keys() - except_for - self._queue.sessions, key=self._used.__getitem__)
 
     def close_coordinator(self, node: NodeId) -> None:
         """Free what the stage holds for sessions of a coordinator that is gone."""
@@ -229,11 +239,12 @@ class StageWorker:
         """
         busy = {segment.session for segment in batch}
         need = sum(len(segment.tokens) + _BLOCK_SLACK for segment in batch)
-        while self._engine.free_tokens < need and self._used.keys() - busy:
-            oldest = self._oldest(busy)
-            if time.monotonic() - self._used[oldest] < RESTED_S:
+        if self._engine.free_tokens >= need:
+            return
+        for session in self._idle(busy):
+            if time.monotonic() - self._used[session] < RESTED_S or self._engine.free_tokens >= need:
                 return
-            self._forget(oldest)
+            self._forget(session)
             self._close_sessions()
 
     def _check(self, segment: Segment) -> None:
