@@ -8,6 +8,7 @@ from random import Random
 
 from swarm.protocol import limits
 from swarm.protocol.ids import NodeId
+from swarm.ring.events import Dial
 
 DIAL_GRACE_S = 2.0
 """Of two nodes the one with the lower id dials; the other waits this long, then tries as well (firewalls, one-way
@@ -27,15 +28,6 @@ ANSWER_S = limits.HANDSHAKE_TIMEOUT_S + 5.0
 
 MAX_PENDING = 32
 """Dials under way at once: a newcomer to a swarm of 200 does not open 200 sockets in one go."""
-
-
-@dataclass(frozen=True, slots=True)
-class Dial:
-    """Connect to `address` and make the handshake. Answer with `LinkUp` naming the address, or `DialFailed`."""
-
-    address: str
-    node: NodeId | None
-    """Whom we expect there; None where only the address is known."""
 
 
 @dataclass(slots=True)

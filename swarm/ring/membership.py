@@ -15,13 +15,30 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from random import Random
 from statistics import median
-from typing import TypeAlias
 
 from swarm.protocol import limits
 from swarm.protocol.errors import ProtocolError
 from swarm.protocol.ids import NodeId
 from swarm.protocol.messages import Member, MemberState
-from swarm.ring.dialling import Dial, DialBook
+from swarm.ring.dialling import DialBook
+from swarm.ring.events import (
+    CloseLink,
+    DialFailed,
+    Heard,
+    KeepIncarnation,
+    LinkDown,
+    LinkUp,
+    LocalChange,
+    MembershipChanged,
+    MembershipEffect,
+    MembershipEvent,
+    MembersReceived,
+    Notice,
+    PeerFound,
+    PeerLost,
+    Share,
+    Tick,
+)
 
 LOST_LINK_GRACE_S = 2.0
 """From a closed link to dead. A process that ends closes its links at once; a link that broke alone is dialled again,
@@ -76,118 +93,6 @@ _JUDGEMENT = {
 LIVING = frozenset({MemberState.ALIVE, MemberState.SUSPECT, MemberState.LEAVING})
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time passed; several times a second."""
-
-
-@dataclass(frozen=True, slots=True)
-class LinkUp:
-    """A link stands: handshake done. A second link of the same node is the shell's to settle, not told here."""
-
-    node: NodeId
-    address: str = ""
-    """The one we dialled; empty where the node dialled us."""
-
-
-@dataclass(frozen=True, slots=True)
-class LinkDown:
-    node: NodeId
-
-
-@dataclass(frozen=True, slots=True)
-class DialFailed:
-    """Answer to `Dial`, where no `LinkUp` with its address came."""
-
-    address: str
-    node: NodeId | None
-    retry: bool = True
-    """False where trying soon again cannot help: another version, another swarm, a wrong code."""
-
-
-@dataclass(frozen=True, slots=True)
-class PeerFound:
-    """Discovery or ``--peer``: somebody may listen there."""
-
-    address: str
-    node: NodeId | None = None
-    """Where discovery knows it."""
-
-
-@dataclass(frozen=True, slots=True)
-class PeerLost:
-    """Discovery: the announcement ran out."""
-
-    address: str
-
-
-@dataclass(frozen=True, slots=True)
-class Heard:
-    """Any frame came in on the link; `round_trip_ms` where it was a pong."""
-
-    node: NodeId
-    round_trip_ms: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class MembersReceived:
-    """A `messages.Members` came in. Its plan goes to `forming`."""
-
-    sender: NodeId
-    members: tuple[Member, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class LocalChange:
-    """Something about this node is different: give the record as it should be. Node, incarnation, version and round
-    trip in it are ignored; the state may be ALIVE, LEAVING or LEFT."""
-
-    record: Member
-
-
-Event: TypeAlias = Tick | LinkUp | LinkDown | DialFailed | PeerFound | PeerLost | Heard | MembersReceived | LocalChange
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """Send ``Members(members, the plan in force)`` to each of these linked nodes."""
-
-    to: tuple[NodeId, ...]
-    members: tuple[Member, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class CloseLink:
-    """Silent for too long: close it, answer with `LinkDown`."""
-
-    node: NodeId
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class MembershipChanged:
-    """Everybody known, ourselves included, by id; dead and left until forgotten. Also an event of `forming`."""
-
-    members: tuple[Member, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class KeepIncarnation:
-    """Write this incarnation to disk: our own count was behind what the swarm had seen of us."""
-
-    incarnation: int
-
-
-@dataclass(frozen=True, slots=True)
-class Notice:
-    """Something a person should know, for the screen."""
-
-    text: str
-
-
-Effect: TypeAlias = Share | Dial | CloseLink | MembershipChanged | KeepIncarnation | Notice
-
-
 @dataclass(slots=True)
 class _Link:
     heard_at: float
@@ -222,7 +127,7 @@ class Membership:
         self._round_trip_checked_at = float("-inf")
         self._last_claim_at = float("-inf")
         self._full_told = False
-        self._effects: list[Effect] = []
+        self._effects: list[MembershipEffect] = []
 
     @property
     def me(self) -> Member:
@@ -243,7 +148,7 @@ class Membership:
         link = self._links.get(node)
         return min(link.round_trips) if link and link.round_trips else None
 
-    def handle(self, event: Event, now: float) -> list[Effect]:
+    def handle(self, event: MembershipEvent, now: float) -> list[MembershipEffect]:
         """`now` in seconds of any clock that only goes forward. Raises `ProtocolError` for a record from a peer that
         makes no sense, with nothing changed."""
         self._take(event, now)
@@ -252,7 +157,7 @@ class Membership:
         effects, self._effects = self._effects, []
         return effects
 
-    def _take(self, event: Event, now: float) -> None:
+    def _take(self, event: MembershipEvent, now: float) -> None:
         match event:
             case Heard():
                 self._heard(event, now)
@@ -325,6 +230,9 @@ class Membership:
             self._meet(record, now)
             return
         current = peer.record
+        if record is current and record.state is MemberState.ALIVE:
+            peer.evidence_at = now
+            return
         newer, same = _age(record) > _age(current), _age(record) == _age(current)
         worse = same and _JUDGEMENT[record.state] > _JUDGEMENT[current.state]
         judged = record.state in (MemberState.SUSPECT, MemberState.DEAD)
@@ -413,18 +321,25 @@ class Membership:
 
     def _tick(self, now: float) -> None:
         for node, peer in list(self._peers.items()):
-            if peer.record.state in LIVING:
+            state = peer.record.state
+            hears = self._hears(node, now)
+            if hears and state is MemberState.ALIVE:
+                continue
+            if state in LIVING:
                 self._watch(node, peer, now)
-            elif now - peer.ended_at >= (FORGET_LEFT_S if peer.record.state is MemberState.LEFT else FORGET_DEAD_S):
-                del self._peers[node]
-                self._dials.forgotten(node)
-                self._changed = True
-            if peer.record.state in (MemberState.SUSPECT, MemberState.DEAD) and self._hears(node, now):
+            elif now - peer.ended_at >= (FORGET_LEFT_S if state is MemberState.LEFT else FORGET_DEAD_S):
+                self._forget(node)
+            if hears and peer.record.state in (MemberState.SUSPECT, MemberState.DEAD):
                 self._remind(node, peer, now)
         self._measure(now)
         self._sync(now)
         left = {node for node, peer in self._peers.items() if peer.record.state is MemberState.LEFT}
         self._effects += self._dials.due(now, self._links.keys() | left)
+
+    def _forget(self, node: NodeId) -> None:
+        del self._peers[node]
+        self._dials.forgotten(node)
+        self._changed = True
 
     def _watch(self, node: NodeId, peer: _Peer, now: float) -> None:
         """Suspect and dead by silence on a link, or by the lack of one."""

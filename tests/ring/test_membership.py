@@ -13,7 +13,26 @@ from swarm.protocol import limits
 from swarm.protocol.errors import ProtocolError
 from swarm.protocol.ids import NodeId
 from swarm.protocol.messages import Member, MemberState
-from swarm.ring.dialling import ANSWER_S, BACKOFF_MAX_S, DIAL_GRACE_S, HOPELESS_S, MAX_PENDING, Dial
+from swarm.ring.dialling import ANSWER_S, BACKOFF_MAX_S, DIAL_GRACE_S, HOPELESS_S, MAX_PENDING
+from swarm.ring.events import (
+    CloseLink,
+    Dial,
+    DialFailed,
+    Heard,
+    KeepIncarnation,
+    LinkDown,
+    LinkUp,
+    LocalChange,
+    MembershipChanged,
+    MembershipEffect,
+    MembershipEvent,
+    MembersReceived,
+    Notice,
+    PeerFound,
+    PeerLost,
+    Share,
+    Tick,
+)
 from swarm.ring.membership import (
     FLUSH_INTERVAL_S,
     FORGET_DEAD_S,
@@ -23,23 +42,7 @@ from swarm.ring.membership import (
     LOST_LINK_GRACE_S,
     ROUND_TRIP_CHECK_S,
     SYNC_INTERVAL_S,
-    CloseLink,
-    DialFailed,
-    Effect,
-    Event,
-    Heard,
-    KeepIncarnation,
-    LinkDown,
-    LinkUp,
-    LocalChange,
     Membership,
-    MembershipChanged,
-    MembersReceived,
-    Notice,
-    PeerFound,
-    PeerLost,
-    Share,
-    Tick,
 )
 
 ALIVE, SUSPECT, DEAD, LEFT, LEAVING = (
@@ -79,25 +82,25 @@ class View:
     def __init__(self, me: int = 5) -> None:
         self.now = 100.0
         self.machine = Membership(member(me), random.Random(1))
-        self.effects: list[Effect] = []
+        self.effects: list[MembershipEffect] = []
 
-    def take(self, event: Event, after: float = 0.0) -> list[Effect]:
+    def take(self, event: MembershipEvent, after: float = 0.0) -> list[MembershipEffect]:
         self.now += after
         effects = self.machine.handle(event, self.now)
         self.machine.validate_state()
         self.effects += effects
         return effects
 
-    def hear(self, *records: Member, sender: int) -> list[Effect]:
+    def hear(self, *records: Member, sender: int) -> list[MembershipEffect]:
         return self.take(MembersReceived(node(sender), records))
 
     def join(self, number: int, **more: object) -> None:
         self.take(LinkUp(node(number)))
         self.hear(member(number, **more), sender=number)
 
-    def run(self, seconds: float, *talking: int) -> list[Effect]:
+    def run(self, seconds: float, *talking: int) -> list[MembershipEffect]:
         """Ticks, with frames from `talking` nodes on their links."""
-        effects: list[Effect] = []
+        effects: list[MembershipEffect] = []
         for _ in range(round(seconds / 0.25)):
             for number in talking:
                 effects += self.take(Heard(node(number)))
@@ -109,15 +112,15 @@ class View:
         return found[0] if found else None
 
 
-def dials(effects: list[Effect]) -> list[Dial]:
+def dials(effects: list[MembershipEffect]) -> list[Dial]:
     return [effect for effect in effects if isinstance(effect, Dial)]
 
 
-def shares(effects: list[Effect], to: int) -> list[Member]:
+def shares(effects: list[MembershipEffect], to: int) -> list[Member]:
     return [record for e in effects if isinstance(e, Share) and node(to) in e.to for record in e.members]
 
 
-def notices(effects: list[Effect]) -> list[str]:
+def notices(effects: list[MembershipEffect]) -> list[str]:
     return [effect.text for effect in effects if isinstance(effect, Notice)]
 
 

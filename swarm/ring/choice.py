@@ -1,0 +1,73 @@
+"""Which model the swarm runs, who leads, who gets the model from outside: pure functions of the member records.
+
+Every node computes them for itself; the same view gives the same answer, so nobody has to be asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from swarm.protocol.ids import BlobId, NodeId
+from swarm.protocol.messages import Member, MemberState
+from swarm.protocol.plan import Plan
+
+STANDING = frozenset({MemberState.ALIVE, MemberState.SUSPECT})
+"""States of a member that may lead and may be given layers. A leaving one goes on serving what it has."""
+
+_LIVING = STANDING | {MemberState.LEAVING}
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    manifest: BlobId | None
+    """The model to run; None while nobody has it."""
+    name: str
+    holders: tuple[NodeId, ...] = ()
+    """Living members that hand it out, lowest id first."""
+    acquirer: NodeId | None = None
+    """Where there is no manifest: who has to get the model from outside, or is at it."""
+    wanted: str = ""
+    """What the acquirer has to get; empty: the embedded default."""
+
+
+def leader(members: Iterable[Member]) -> NodeId | None:
+    """The one that proposes plans: the lowest id that stands."""
+    return min((member.node for member in members if member.state in STANDING), default=None)
+
+
+def choose_model(members: Iterable[Member], plan: Plan) -> Choice:
+    """The model that runs stays; else what somebody named with ``--model``, lowest id first; else any that is there."""
+    living = sorted((m for m in members if m.state in _LIVING), key=lambda member: member.node)
+    held = {member.model: member for member in reversed(living) if member.model is not None}
+    if plan.stages and plan.model in held:
+        return _hold(held[plan.model], living)
+    for asking in living:
+        if asking.wanted:
+            having = [asking, *living]
+            found = next((m for m in having if m.model is not None and same_model(asking.wanted, m.model_name)), None)
+            return _hold(found, living) if found else _acquire(living, asking.node, asking.wanted)
+    if held:
+        return _hold(held[plan.model] if plan.model in held else min(held.values(), key=lambda m: m.node), living)
+    return _acquire(living, leader(living), "")
+
+
+def same_model(wanted: str, name: str) -> bool:
+    """Whether a ``--model`` means the model of this name: the last part of a path or id, without its ending."""
+    return _stem(wanted) == _stem(name)
+
+
+def _stem(text: str) -> str:
+    last = text.replace("\\", "/").rstrip("/").rpartition("/")[2].casefold()
+    return last.removesuffix(".gguf")
+
+
+def _hold(holder: Member, living: list[Member]) -> Choice:
+    holders = tuple(member.node for member in living if member.model == holder.model)
+    return Choice(holder.model, holder.model_name, holders)
+
+
+def _acquire(living: list[Member], node: NodeId | None, wanted: str) -> Choice:
+    """Whoever is at it already goes on: a newcomer with a lower id must not start a second time."""
+    busy = next((member for member in living if member.model is None and member.model_name), None)
+    return Choice(None, "", acquirer=busy.node, wanted=busy.wanted) if busy else Choice(None, "", (), node, wanted)
