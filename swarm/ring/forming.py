@@ -256,7 +256,7 @@ class Forming:
         basis = Basis.of(self._members, self._exclusions.active(now))
         must = (self._forced and proposal is None) or outdated(current, old, basis, shape)
         if must and proposal:
-            self._strike_the_gone(proposal, basis, now)
+            self._strike_the_gone(proposal, now)
             basis = Basis.of(self._members, self._exclusions.active(now))
         elif not must:
             late = proposal is not None and now - proposal.first_at > SUPERSEDE_S
@@ -275,10 +275,11 @@ class Forming:
         left_out = sorted(self._exclusions.active(now).items())
         return ", ".join(f"without {self._names.get(node, node[:8])}: {reason}" for node, reason in left_out[:3])
 
-    def _strike_the_gone(self, proposal: _Proposal, basis: Basis, now: float) -> None:
+    def _strike_the_gone(self, proposal: _Proposal, now: float) -> None:
         """Who went away, or came back as a new process, while it was to prepare."""
+        there = Basis.of(self._members, ()).incarnations
         for stage in proposal.plan.stages:
-            if basis.incarnations.get(stage.node) != proposal.basis.incarnations.get(stage.node):
+            if there.get(stage.node) != proposal.basis.incarnations.get(stage.node):
                 self._exclusions.strike(stage.node, proposal.plan.epoch, "went away while preparing", now)
 
     def _propose(self, plan: Plan, basis: Basis, now: float) -> None:
@@ -334,7 +335,7 @@ class Forming:
     def _abandon_hopeless(self) -> None:
         """We no longer lead. A proposal that can still be committed is; one that lost a node is the new leader's."""
         proposal = self._proposal
-        if proposal and outdated(proposal.plan, proposal.basis, Basis.of(self._members, {}), None):
+        if proposal and outdated(proposal.plan, proposal.basis, Basis.of(self._members, ()), None):
             self._proposal = None
             self._drop_preparing()
 

@@ -1,0 +1,103 @@
+"""Which model, who leads, who acquires: from the member records alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from swarm.protocol.ids import BlobId, Epoch, NodeId
+from swarm.protocol.messages import Member, MemberState
+from swarm.protocol.plan import NO_PLAN, Plan, Stage
+from swarm.ring.choice import Choice, choose_model, leader, same_model
+
+A, B = BlobId("a" * 64), BlobId("b" * 64)
+
+
+def node(number: int) -> NodeId:
+    return NodeId(f"{number:032x}")
+
+
+def member(
+    number: int,
+    model: BlobId | None = None,
+    model_name: str = "",
+    wanted: str = "",
+    state: MemberState = MemberState.ALIVE,
+) -> Member:
+    return Member(node(number), f"PC-{number}", 1, 1, state, (), 1, "CPU", 1.0, model, model_name, wanted)
+
+
+def running(model: BlobId) -> Plan:
+    return Plan(Epoch(1, node(1)), model, (Stage(node(1), "PC-1", 0, 4, "CPU", 1),))
+
+
+def test_the_leader_is_the_lowest_that_stands() -> None:
+    states = [MemberState.DEAD, MemberState.LEFT, MemberState.LEAVING, MemberState.SUSPECT, MemberState.ALIVE]
+    assert leader([member(i, state=state) for i, state in enumerate(states, 1)]) == node(4)
+    assert leader([member(1, state=MemberState.LEAVING)]) is None
+
+
+def test_nobody_has_a_model_the_leader_acquires_the_default() -> None:
+    assert choose_model([member(2), member(1)], NO_PLAN) == Choice(None, "", acquirer=node(1), wanted="")
+
+
+def test_what_was_asked_for_is_acquired_by_who_asked() -> None:
+    members = [member(1), member(3, wanted="big.gguf"), member(2, wanted="C:\\models\\small.gguf")]
+    assert choose_model(members, NO_PLAN) == Choice(None, "", acquirer=node(2), wanted="C:\\models\\small.gguf")
+
+
+def test_who_is_acquiring_goes_on() -> None:
+    members = [member(1), member(5, model_name="smol")]
+    assert choose_model(members, NO_PLAN).acquirer == node(5)
+
+
+def test_an_acquirer_that_died_is_replaced() -> None:
+    members = [member(1), member(5, model_name="smol", state=MemberState.DEAD)]
+    assert choose_model(members, NO_PLAN).acquirer == node(1)
+
+
+def test_the_running_model_stays_whatever_is_asked_for() -> None:
+    members = [member(1, A, "a", wanted="a"), member(2, B, "b")]
+    assert choose_model(members, running(B)).manifest == B
+
+
+def test_a_running_model_that_nobody_holds_any_more_is_chosen_anew() -> None:
+    assert choose_model([member(1, A, "a")], running(B)).manifest == A
+    assert choose_model([member(2)], running(B)).acquirer == node(2)
+
+
+def test_a_model_asked_for_comes_before_one_that_is_there() -> None:
+    members = [member(1, A, "a"), member(2, wanted="b"), member(3, B, "b")]
+    assert choose_model(members, NO_PLAN) == Choice(B, "b", (node(3),))
+
+
+def test_of_models_that_are_there_the_lowest_ids_is_taken_and_all_holders_named() -> None:
+    members = [member(3, B, "b"), member(2, A, "a"), member(4, A, "a"), member(1)]
+    assert choose_model(members, NO_PLAN) == Choice(A, "a", (node(2), node(4)))
+
+
+def test_a_plan_that_did_not_fit_keeps_its_model_where_nothing_is_asked_for() -> None:
+    members = [member(1, A, "a"), member(2, B, "b")]
+    assert choose_model(members, Plan(Epoch(1, node(1)), B, missing_bytes=5)).manifest == B
+
+
+def test_a_leaving_node_still_hands_out() -> None:
+    members = [member(1), member(2, A, "a", state=MemberState.LEAVING)]
+    assert choose_model(members, NO_PLAN).holders == (node(2),)
+
+
+def test_nobody_living_is_nobody_to_acquire() -> None:
+    assert choose_model([member(1, state=MemberState.DEAD)], NO_PLAN) == Choice(None, "")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "name", "same"),
+    [
+        ("OpenVINO/Qwen3-4B-int4-ov", "qwen3-4b-int4-ov", True),
+        ("C:\\models\\Smol.gguf", "smol", True),
+        ("/home/a/smol/", "smol", True),
+        ("smol-2.gguf", "smol", False),
+        ("Qwen2.5-0.5B", "Qwen2.5-1.5B", False),
+    ],
+)
+def test_a_model_is_known_by_the_last_part_of_its_name(wanted: str, name: str, same: bool) -> None:
+    assert same_model(wanted, name) is same
