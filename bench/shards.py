@@ -20,7 +20,6 @@ import openvino as ov
 import openvino_genai
 
 from bench import models
-from bench.prompts import PROMPTS, TOKENS
 from bench.report import cores, on_core, percentile, ratios, report, spread
 from swarm.engine.paged import PagedEngine
 from swarm.engine.selftest import Chain, segment
@@ -29,6 +28,10 @@ from swarm.model.layers import Graph, map_layers
 from swarm.model.shard import Shard
 from swarm.protocol.messages import RowKind
 from swarm.protocol.tensors import Array
+from tests.prompts import PROMPTS
+
+TOKENS = 128
+"""New tokens of each answer, no early stop."""
 
 ROWS = (1, 2, 4, 8, 16, 32)
 _CONTEXT, _LONG_CONTEXT = 96, 2000

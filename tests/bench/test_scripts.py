@@ -1,0 +1,53 @@
+"""The scripts run to their last line; what they measure is not looked at."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.two_nodes import Stream, together
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_quickly(*arguments: str) -> dict[str, float]:
+    command = [sys.executable, "-m", *arguments, "--quick"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["simulated"] is False
+    figures: dict[str, float] = result["figures"]
+    return figures
+
+
+def test_hop() -> None:
+    assert "hop_ms" in run_quickly("bench.hop")
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_shards() -> None:
+    figures = run_quickly("bench.shards", "--model", "smollm2")
+    assert figures["smollm2_logits_max_diff"] == 0.0
+    assert {"smollm2_solo_vs_genai", "smollm2_stages2", "smollm2_stages3"} <= figures.keys()
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_two_nodes() -> None:
+    figures = run_quickly("bench.two_nodes", "--model", "smollm2", "--users", "1")
+    assert figures["smollm2_two_nodes_one_user"] > 0
+
+
+def test_only_what_all_users_shared_counts() -> None:
+    early = Stream(asked=0.0, pieces=(1.0, 2.0, 3.0, 4.0, 5.0), tokens=5, text="")
+    late = Stream(asked=0.0, pieces=(2.5, 3.5, 4.5, 5.5, 6.5), tokens=9, text="")
+    found = together([early, late])
+    # From 2.5 to 5: three tokens of one, two pieces of two tokens each of the other.
+    assert found.rate == pytest.approx((3 + 4) / 2.5)
+    assert found.tpot_ms == [1000.0, 500.0]
+    assert found.ttft_ms == pytest.approx(1750.0)
