@@ -41,6 +41,7 @@ from swarm.protocol.snapshot import MemberView
 from swarm.ring import events as ev
 from swarm.ring.blob_server import BlobServer
 from swarm.ring.board import Board
+from swarm.ring.choice import STANDING
 from swarm.ring.cutover import Cutover
 from swarm.ring.discovery import Announcement, DiscoveredState, Discovery, DiscoveryEvent, Found, Lost, Trouble
 from swarm.ring.forming import Forming
@@ -194,7 +195,7 @@ class RingNode:
         """Announce it, serve until the ring is planned without this node, say goodbye; then `run` returns."""
         self._change(state=MemberState.LEAVING)
         with anyio.move_on_after(DRAIN_TIMEOUT_S):
-            while self.plan.stage_of(self.node) is not None and self._others():
+            while self.plan.stage_of(self.node) is not None and any(m.state in STANDING for m in self._others()):
                 await self._moved.wait()
         self._change(state=MemberState.LEFT)
         with anyio.move_on_after(DRAIN_TIMEOUT_S / 4):
@@ -218,6 +219,9 @@ class RingNode:
         while True:
             self._tell_membership(ev.Tick())
             self._tell_forming(ev.Tick())
+            worker = self._stage.worker
+            if worker is not None and worker.broken:
+                self._tell_forming(ev.LocalStageBroken(worker.plan.epoch, worker.broken))
             if time.monotonic() - reported >= REPORT_S:
                 reported = time.monotonic()
                 self._report_stage()

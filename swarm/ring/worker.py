@@ -15,7 +15,7 @@ import anyio
 
 from swarm.engine.base import Engine, Output
 from swarm.protocol import limits
-from swarm.protocol.errors import CapacityError, DeadlineError, LinkClosedError, SessionError, SwarmError
+from swarm.protocol.errors import CapacityError, DeadlineError, DeviceError, LinkClosedError, SessionError, SwarmError
 from swarm.protocol.ids import NodeId, SessionId
 from swarm.protocol.messages import Drawn, Message, Refused, RowKind, Segment
 from swarm.protocol.plan import Plan
@@ -121,6 +121,8 @@ class StageWorker:
         self._rows = 0
         self._counted = time.monotonic()
         self._running: asyncio.Future[list[Output]] | None = None
+        self.broken = ""
+        """Why the device runs nothing any more; empty while it does."""
         following = plan.after(node)
         self._next = following.node if following else None
 
@@ -261,6 +263,8 @@ class StageWorker:
         try:
             outputs = await asyncio.shield(self._running)
         except SwarmError as error:
+            if isinstance(error, DeviceError):
+                self.broken = str(error)
             if isinstance(error, CapacityError) and len(batch) > 1:
                 # Nothing was run. One that does not fit must not take the others with it.
                 return [result for segment in batch for result in await self._forward(executor, [segment])]
