@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ import anyio.to_thread
 from anyio.abc import TaskStatus
 
 from swarm.model.store import Store
-from swarm.protocol.errors import HandshakeError, ProtocolError, StoreError, SwarmError, UsageError
+from swarm.protocol.errors import HandshakeError, LinkClosedError, ProtocolError, StoreError, SwarmError, UsageError
 from swarm.protocol.ids import BlobId, Epoch, NodeId
 from swarm.protocol.limits import DRAIN_TIMEOUT_S
 from swarm.protocol.messages import (
@@ -279,7 +280,8 @@ class RingNode:
                 await worker.deliver(message)
             case Segment():
                 refused = Refused(message.session, message.epoch, message.attempt, "this stage is not in force", False)
-                if message.coordinator == self.node or self._mesh.link(message.coordinator) is not None:
+                # Raised any further, the end of the coordinator's link would end the sender's.
+                with contextlib.suppress(LinkClosedError):
                     await self.send(message.coordinator, refused)
             case CloseSession():
                 if worker is not None:
@@ -370,6 +372,10 @@ class RingNode:
         self._tell_forming(ev.MembershipChanged(members))
 
     async def _dial(self, address: str, node: NodeId | None) -> None:
+        if address in self._membership.me.addresses:
+            # Another PC's loopback, told by its record: here it is our own.
+            self._tell_membership(ev.DialFailed(address, node))
+            return
         try:
             link = await dial(address, self._own, expected=node)
         except HandshakeError as error:
