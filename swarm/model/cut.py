@@ -27,7 +27,7 @@ LOGITS_OUTPUT = "logits"
 
 # Marks that `_dimension_marks` lets OpenVINO carry through the graph to tell dynamic dimensions apart. Any two
 # different values that no axis of a model has would do: static axes are told by being static.
-_BATCH, _ROWS, _TOTAL = 1_000_003, 1_000_033, 1_000_037
+_BATCH, _ROWS, _TOTAL, _PAST = 1_000_003, 1_000_033, 1_000_037, 1_000_081
 
 
 def cut(model: ov.Model, start: int, end: int) -> ov.Model:
@@ -82,14 +82,15 @@ class _Seam:
                 source = self._graph.inputs[index][0]
                 if self._foreign[source] and source != self._entry:
                     _replace(node, self._same_shape(node, source))
-        for node in _behind(ends):
-            index = self._graph.index.get(node.get_name())
-            if index is not None and self._foreign[index]:
-                raise UnsupportedModelError(
-                    f"layer {self._start} reads more than the layer before it",
-                    expected="one tensor across the boundary",
-                    found=f"{node.get_type_name()} {node.get_friendly_name()}"[:120],
-                )
+        behind = (self._graph.index.get(node.get_name()) for node in _behind(ends))
+        left = [index for index in behind if index is not None and self._foreign[index]]
+        if left:
+            node = self._graph.nodes[min(left)]
+            raise UnsupportedModelError(
+                f"layer {self._start} reads more than the layer before it",
+                expected="one tensor across the boundary",
+                found=f"{node.get_type_name()} {node.get_friendly_name()}"[:120],
+            )
 
     def _find_foreign(self) -> list[bool]:
         """Which nodes hold data of the layers before the seam."""
@@ -159,26 +160,36 @@ def _dimension_marks(model: ov.Model) -> dict[str, list[ov.PartialShape]]:
         axes = [ov.Dimension(_BATCH), total if name == "attention_mask" else rows]
         if rank <= 2 and all(axis.is_dynamic for axis in value.get_partial_shape()):
             shapes[name] = ov.PartialShape(axes[:rank])
-    marked.reshape(shapes)
+    caches = {
+        node.get_variable_id(): _marked_cache(node.get_output_partial_shape(0))
+        for node in marked.get_ordered_ops()
+        if node.get_type_name() == "ReadValue"
+    }
+    marked.reshape(shapes, caches)
     return {
         node.get_friendly_name(): [node.get_output_partial_shape(k) for k in range(node.get_output_size())]
         for node in marked.get_ordered_ops()
     }
 
 
+def _marked_cache(shape: ov.PartialShape) -> ov.PartialShape:
+    """``[batch, heads, length, size]``, whichever axis the length is."""
+    axes = [ov.Dimension(0, _PAST) if axis.is_dynamic else axis for axis in shape]
+    return ov.PartialShape([ov.Dimension(_BATCH), *axes[1:]])
+
+
 def _meaning(mark: ov.Dimension, node: ov.Node) -> str:
-    """Which of the shard's lengths a marked dimension of `node` is."""
+    """Which of the shard's lengths a marked dimension of `node` is.
+
+    Attention loses the mark of its rows, because those of its mask are not known; a cache's marks do not get lost.
+    """
     if mark.is_static:
-        if mark.get_length() == _BATCH:
-            return "batch"
-    elif mark.get_max_length() == _ROWS:
-        return "rows"
-    elif mark.get_max_length() == _TOTAL:
-        return "total"
+        meaning = "batch" if mark.get_length() == _BATCH else None
     else:
-        if node.get_type_name() == "Gather":
-            node = node.input_value(0).get_node()
-        return "past" if node.get_type_name() == "ReadValue" else "total"
+        meanings = {_ROWS: "rows", -1: "rows", _TOTAL: "total", _PAST + _ROWS: "total", _PAST: "past"}
+        meaning = meanings.get(mark.get_max_length())
+    if meaning is not None:
+        return meaning
     raise UnsupportedModelError(
         "a length that a layer reads from an earlier one cannot be told",
         expected="batch, rows, past or total length",
