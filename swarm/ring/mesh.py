@@ -88,21 +88,15 @@ class Mesh:
         if other is not None and other.dialled != entry.dialled and entry.dialled != (self._me < node):
             return False
         self._entries[node] = entry
-        if other is None:
-            self._listener.link_up(node, entry.link.peer_name, dialled)
-        elif other.dialled != entry.dialled:
-            self._move_outbox(other, entry)
+        if other is not None:
+            entry.outbox.extend(other.outbox)
+            entry.posted.set()
+            other.outbox.clear()
             other.link.abort("there is another link now")
-        else:
-            other.link.abort("the peer dialled again")
-            self._listener.link_down(node, "the peer dialled again")
-            self._listener.link_up(node, entry.link.peer_name, dialled)
+            # What the old one had queued or under way is lost: whoever keeps peers in step has to begin anew.
+            self._listener.link_down(node, "there is another link now")
+        self._listener.link_up(node, entry.link.peer_name, dialled)
         return True
-
-    def _move_outbox(self, old: _Entry, new: _Entry) -> None:
-        new.outbox.extend(old.outbox)
-        old.outbox.clear()
-        new.posted.set()
 
     async def _read(self, entry: _Entry) -> None:
         node = entry.link.peer
