@@ -10,16 +10,13 @@ import anyio
 from swarm.protocol.errors import UsageError
 from swarm.protocol.ids import NodeId
 from swarm.ring.discovery import Announcement, DiscoveredPeer, DiscoveredState, Discovery, Scan
-from swarm.ring.pairing import OPEN_FINGERPRINT, derive_secret, fingerprint, parse_code
+from swarm.ring.pairing import OPEN_FINGERPRINT, UNDECIDED_FINGERPRINT, derive_secret, fingerprint, parse_code
 
 LISTEN_S = 3.0
 """A PC without a code listens this long for a swarm to join before it founds one: mDNS answers in about a second."""
 
 FOUND_S = 10.0
 """Where several PCs start at once without a code, the lowest id founds the swarm; the others wait this long for it."""
-
-UNDECIDED = "undecided"
-"""In place of the fingerprint, while a PC listens."""
 
 MAX_TRIES = 3
 """Wrong codes typed before the node gives up."""
@@ -40,7 +37,7 @@ class Look:
 def look(me: NodeId, swarm: str, peers: Sequence[DiscoveredPeer], waited_s: float) -> Look:
     """Decide, for a PC without a code, `waited_s` seconds after it began to listen. Pure."""
     ours = [peer for peer in peers if peer.swarm == swarm]
-    decided = sorted((peer for peer in ours if peer.fingerprint != UNDECIDED), key=lambda peer: peer.node)
+    decided = sorted((peer for peer in ours if peer.fingerprint != UNDECIDED_FINGERPRINT), key=lambda peer: peer.node)
     if decided:
         return Look(join=decided[0])
     before = any(peer.node < me for peer in ours)
@@ -54,7 +51,8 @@ async def find_swarm(me: NodeId, name: str, swarm: str, port: int, scan: Scan) -
     def on_event(_event: object) -> None:
         changed.set()
 
-    discovery = Discovery(Announcement(me, name, swarm, UNDECIDED, port, DiscoveredState.FOUNDING), scan, on_event)
+    undecided = Announcement(me, name, swarm, UNDECIDED_FINGERPRINT, port, DiscoveredState.FOUNDING)
+    discovery = Discovery(undecided, scan, on_event)
     began = anyio.current_time()
     seen = Look()
     async with anyio.create_task_group() as group:

@@ -52,7 +52,7 @@ from swarm.ring.interfaces import InterfaceChoice, advertised, choose, chosen_ad
 from swarm.ring.machine import resident_bytes
 from swarm.ring.membership import Membership
 from swarm.ring.mesh import Mesh
-from swarm.ring.pairing import OPEN_FINGERPRINT, fingerprint
+from swarm.ring.pairing import OPEN_FINGERPRINT, UNDECIDED_FINGERPRINT, fingerprint
 from swarm.ring.port import RingListener
 from swarm.ring.stage import StageHost
 from swarm.ring.supply import Model, acquire_model, load_model, model_source
@@ -293,7 +293,7 @@ class RingNode:
 
     def _discovered(self, event: DiscoveryEvent) -> None:
         match event:
-            case Found(peer) if peer.swarm == self._own.swarm:
+            case Found(peer) if peer.swarm == self._own.swarm and peer.fingerprint != UNDECIDED_FINGERPRINT:
                 if peer.fingerprint != fingerprint(self._own.secret):
                     self._board.notice(other_swarm(peer.swarm, peer.name, peer.fingerprint, bool(self._own.secret)))
                     return

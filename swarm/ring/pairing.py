@@ -23,6 +23,8 @@ OPEN_SECRET = b""
 """The secret of a swarm that runs without one."""
 
 OPEN_FINGERPRINT = "open"
+UNDECIDED_FINGERPRINT = "undecided"
+"""Of a PC that has no code yet and listens for a swarm to join."""
 
 _ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 """Crockford's base32: no I, L, O, which look like digits, and no U."""
