@@ -134,11 +134,18 @@ class _Node:
                     await self._show()
                 finally:
                     running.withdraw(settings.home)
+                    self._say_goodbye()
                     with anyio.CancelScope(shield=True):
                         await api.close()
                         await self._coordinator.close()
                         await self._ring.leave()
             group.cancel_scope.cancel()
+
+    def _say_goodbye(self) -> None:
+        """What a person would wonder about: the node serves until the others have its layers."""
+        others = len(self._ring.view().linked) - 1
+        if others and self._ring.plan.stage_of(self._identity.node) is not None:
+            print("leaving: the others take over this PC's layers (Ctrl-C leaves at once)", file=sys.stderr, flush=True)
 
     def _configure(self) -> RingConfig:
         """Measure this PC; blocking, about a second."""
