@@ -21,6 +21,8 @@ FOUND_S = 10.0
 MAX_TRIES = 3
 """Wrong codes typed before the node gives up."""
 
+_FOUNDING = DiscoveredState.FOUNDING
+
 AskCode = Callable[[str], Awaitable[str]]
 """Ask the person; given is the line to show. Raises `UsageError` where nobody can be asked."""
 
@@ -44,21 +46,58 @@ def look(me: NodeId, swarm: str, peers: Sequence[DiscoveredPeer], waited_s: floa
     return Look(found=waited_s >= (FOUND_S if before else LISTEN_S))
 
 
+def look_for(ours: str, swarm: str, peers: Sequence[DiscoveredPeer], waited_s: float) -> Look:
+    """The same for a PC that was given a code, with the fingerprint `ours`. Pure.
+
+    Where only PCs with another fingerprint were found in time, `join` is one of them: the code is wrong.
+    """
+    decided = [peer for peer in peers if peer.swarm == swarm and peer.fingerprint != UNDECIDED_FINGERPRINT]
+    mate = next((peer for peer in decided if peer.fingerprint == ours), None)
+    if mate is not None or waited_s < LISTEN_S:
+        return Look(join=mate)
+    stranger = min(decided, key=lambda peer: peer.node, default=None)
+    return Look(join=stranger, found=stranger is None)
+
+
 async def find_swarm(me: NodeId, name: str, swarm: str, port: int, scan: Scan) -> DiscoveredPeer | None:
     """Listen for a swarm named `swarm`; one of its PCs, or None where this PC founds it."""
+
+    def decide(peers: Sequence[DiscoveredPeer], waited_s: float) -> Look:
+        return look(me, swarm, peers, waited_s)
+
+    return await _listen(Announcement(me, name, swarm, UNDECIDED_FINGERPRINT, port, _FOUNDING), scan, decide)
+
+
+async def check_code(code: str, me: NodeId, name: str, swarm: str, port: int, scan: Scan) -> None:
+    """Listen whether `code` is that of the swarm on this network, where there is one. Raises `UsageError`."""
+    ours = fingerprint(await anyio.to_thread.run_sync(derive_secret, code, swarm))
+
+    def decide(peers: Sequence[DiscoveredPeer], waited_s: float) -> Look:
+        return look_for(ours, swarm, peers, waited_s)
+
+    peer = await _listen(Announcement(me, name, swarm, UNDECIDED_FINGERPRINT, port, _FOUNDING), scan, decide)
+    if peer is not None and peer.fingerprint == OPEN_FINGERPRINT:
+        raise _is_open(swarm, peer.name)
+    if peer is not None and peer.fingerprint != ours:
+        raise wrong_code(swarm, peer.name)
+
+
+async def _listen(
+    announcement: Announcement, scan: Scan, decide: Callable[[Sequence[DiscoveredPeer], float], Look]
+) -> DiscoveredPeer | None:
+    """Announce and listen until `decide` has decided; its `join`."""
     changed = anyio.Event()
 
     def on_event(_event: object) -> None:
         changed.set()
 
-    undecided = Announcement(me, name, swarm, UNDECIDED_FINGERPRINT, port, DiscoveredState.FOUNDING)
-    discovery = Discovery(undecided, scan, on_event)
+    discovery = Discovery(announcement, scan, on_event)
     began = anyio.current_time()
     seen = Look()
     async with anyio.create_task_group() as group:
         group.start_soon(discovery.run)
         while seen.join is None and not seen.found:
-            seen = look(me, swarm, discovery.peers, anyio.current_time() - began)
+            seen = decide(discovery.peers, anyio.current_time() - began)
             with anyio.move_on_after(0.25):
                 await changed.wait()
             changed = anyio.Event()
@@ -69,10 +108,7 @@ async def find_swarm(me: NodeId, name: str, swarm: str, port: int, scan: Scan) -
 async def obtain_code(peer: DiscoveredPeer, swarm: str, ask: AskCode) -> str:
     """The code of the swarm that `peer` is in, from the person. Raises `UsageError`."""
     if peer.fingerprint == OPEN_FINGERPRINT:
-        raise UsageError(
-            f'swarm "{swarm}" on "{peer.name}" is open: it has no pairing code and anyone can join',
-            action="Start with --open to join it, or with --swarm and another name.",
-        )
+        raise _is_open(swarm, peer.name)
     line = f'Pairing code of swarm "{swarm}" (shown on "{peer.name}"): '
     for _ in range(MAX_TRIES):
         try:
@@ -85,6 +121,13 @@ async def obtain_code(peer: DiscoveredPeer, swarm: str, ask: AskCode) -> str:
             return code
         line = f'That is not the code shown on "{peer.name}".\nPairing code: '
     raise wrong_code(swarm, peer.name)
+
+
+def _is_open(swarm: str, where: str) -> UsageError:
+    return UsageError(
+        f'swarm "{swarm}" on "{where}" is open: it has no pairing code and anyone can join',
+        action="Start with --open to join it, or with --swarm and another name.",
+    )
 
 
 def wrong_code(swarm: str, shown_on: str) -> UsageError:

@@ -65,18 +65,20 @@ async def _pair(settings: Settings, identity: Identity) -> str:
     """The pairing code; empty in an open swarm. Raises `UsageError` for a wrong one, or where nobody can be asked."""
     if settings.open:
         return ""
-    if settings.code is not None:
-        code = parse_code(settings.code)
+    known = await anyio.to_thread.run_sync(load_code, settings.home, settings.swarm)
+    given = None if settings.code is None else parse_code(settings.code)
+    if known is not None and given in (None, known):
+        return known
+
+    def scan() -> Sequence[IPv4Interface]:
+        return chosen_addresses(choose(gather(), settings.interfaces))
+
+    whoami = identity.node, _name(settings), settings.swarm, settings.port or DEFAULT_PORT, scan
+    if given is not None:
+        await founding.check_code(given, *whoami)
+        code = given
     else:
-        known = await anyio.to_thread.run_sync(load_code, settings.home, settings.swarm)
-        if known is not None:
-            return known
-
-        def scan() -> Sequence[IPv4Interface]:
-            return chosen_addresses(choose(gather(), settings.interfaces))
-
-        port = settings.port or DEFAULT_PORT
-        peer = await founding.find_swarm(identity.node, _name(settings), settings.swarm, port, scan)
+        peer = await founding.find_swarm(*whoami)
         code = new_code() if peer is None else await founding.obtain_code(peer, settings.swarm, _asker(settings))
     await anyio.to_thread.run_sync(save_code, settings.home, settings.swarm, code)
     return code
