@@ -87,7 +87,10 @@ class DialBook:
     def due(self, now: float, settled: Set[NodeId]) -> list[Dial]:
         """Dials to begin now. `settled`: nodes that have a link, or left."""
         dials: list[Dial] = []
-        targets = [*self._members.values(), *(t for t in self._found.values() if t.node not in self._members)]
+        found = [target for target in self._found.values() if target.node not in self._members]
+        # Where only an address is known, a member may say that it is its own.
+        owned = {address for target in self._members.values() for address in target.addresses} if found else set()
+        targets = [*self._members.values(), *(target for target in found if owned.isdisjoint(target.addresses))]
         pending = 0
         for target in targets:
             if target.pending_until is not None and target.pending_until <= now:

@@ -60,6 +60,8 @@ class DialFailed:
     node: NodeId | None
     retry: bool = True
     """False where trying soon again cannot help: another version, another swarm, a wrong code."""
+    answered: NodeId | None = None
+    """Who answered, where a link to it stands already: the address is theirs and need not be dialled."""
 
 
 @dataclass(frozen=True, slots=True)

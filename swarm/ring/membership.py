@@ -96,6 +96,8 @@ LIVING = frozenset({MemberState.ALIVE, MemberState.SUSPECT, MemberState.LEAVING}
 @dataclass(slots=True)
 class _Link:
     heard_at: float
+    closing: bool = False
+    """Silent too long; we asked for it to be closed."""
     round_trips: list[float] = field(default_factory=list)
 
 
@@ -170,7 +172,10 @@ class Membership:
             case LinkDown():
                 self._link_down(event, now)
             case DialFailed():
-                self._dials.failed(event.address, event.node, event.retry, now)
+                if event.answered is not None and event.answered in self._links:
+                    self._dials.connected(event.answered, event.address)
+                else:
+                    self._dials.failed(event.address, event.node, event.retry, now)
             case PeerFound():
                 if event.node != self._me.node and event.address not in self._me.addresses:
                     self._dials.found(event.address, event.node, now)
@@ -331,6 +336,11 @@ class Membership:
                 self._forget(node)
             if hears and peer.record.state in (MemberState.SUSPECT, MemberState.DEAD):
                 self._remind(node, peer, now)
+        for node, link in self._links.items():
+            silence = now - link.heard_at
+            if silence >= limits.DEAD_AFTER_S and not link.closing:
+                link.closing = True
+                self._effects.append(CloseLink(node, f"silent for {silence:.0f} s"))
         self._measure(now)
         self._sync(now)
         left = {node for node, peer in self._peers.items() if peer.record.state is MemberState.LEFT}
@@ -352,8 +362,6 @@ class Membership:
             silence, suspect_after, dead_after = now - peer.evidence_at, limits.DEAD_AFTER_S, HEARSAY_S
         if silence >= dead_after:
             self._judge(peer, MemberState.DEAD, now)
-            if link is not None:
-                self._effects.append(CloseLink(node, f"silent for {silence:.0f} s"))
         elif silence >= suspect_after and peer.record.state is not MemberState.SUSPECT:
             self._judge(peer, MemberState.SUSPECT, now)
 

@@ -105,6 +105,8 @@ class Node:
             if peer.up and peer.links.get(self.id) is link and self.world.reaches(self, peer):
                 peer.meet(ev.Heard(self.id, 0.5))
         self.world.after(self.world.beat_s, self.beat, life)
+        if not self.links:
+            self.world.rediscover(self)
 
     # --- machines ---------------------------------------------------------------------------------------------------
 
@@ -303,6 +305,12 @@ class World:
             self.after(self.random.random() * 1.2, self._find, node, other)
             self.after(self.random.random() * 1.2, self._find, other, node)
 
+    def rediscover(self, node: Node) -> None:
+        """Announcements are repeated: whoever is alone hears of somebody in the end."""
+        others = [other for other in self.nodes.values() if other.up and other is not node]
+        if others and self.random.random() < 0.1:
+            self._find(node, self.random.choice(others))
+
     def _find(self, node: Node, other: Node) -> None:
         if not self.reaches(node, other):
             self.after(5.0, self._find, node, other)
@@ -374,6 +382,8 @@ class World:
             node.links[other.id] = other.links[node.id] = Link(self)
             node.meet(ev.LinkUp(other.id, address))
             other.meet(ev.LinkUp(node.id))
+        else:
+            node.meet(ev.DialFailed(address, expected, answered=other.id))
 
     def close(self, node: Node, other: NodeId) -> None:
         """Both ends see it, the other one a little later unless it cannot hear of it."""

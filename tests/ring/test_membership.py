@@ -281,6 +281,23 @@ def test_silence_makes_suspect_then_dead_and_the_link_is_closed() -> None:
     assert [e.node for e in effects if isinstance(e, CloseLink)] == [node(1)]
 
 
+def test_a_silent_link_is_closed_whoever_said_first_that_its_end_is_dead() -> None:
+    view = View()
+    view.join(1)
+    view.join(2)
+    view.run(limits.SUSPECT_AFTER_S + 1, 2)
+    view.hear(member(1, DEAD), sender=2)
+    effects = view.run(limits.DEAD_AFTER_S, 2)
+    assert [e.node for e in effects if isinstance(e, CloseLink)] == [node(1)]
+
+
+def test_a_link_whose_end_never_says_who_it_is_is_closed() -> None:
+    view = View()
+    view.take(LinkUp(node(1)))
+    effects = view.run(limits.DEAD_AFTER_S)
+    assert [e.node for e in effects if isinstance(e, CloseLink)] == [node(1)]
+
+
 def test_a_member_that_talks_again_is_reminded_until_it_refutes() -> None:
     view = View()
     view.join(1)
@@ -514,6 +531,24 @@ def test_an_address_that_answers_is_not_dialled_again_while_its_link_stands() ->
     assert dials(view.run(60, 9)) == []
     view.take(LinkDown(node(9)))
     assert dials(view.run(5)) == [Dial("10.0.0.50:7420", node(9))]
+
+
+def test_an_address_that_a_member_calls_its_own_is_not_dialled_beside_it() -> None:
+    view = View()
+    view.join(9)
+    view.take(PeerFound("10.0.0.9:7420"))
+    assert dials(view.run(60, 9)) == []
+
+
+def test_an_address_that_turns_out_to_be_a_linked_members_is_left_alone() -> None:
+    view = View()
+    view.join(9)
+    view.take(PeerFound("office-pc:7420"))
+    (dial,) = dials(view.run(0.25, 9))
+    view.take(DialFailed(dial.address, dial.node, answered=node(9)))
+    assert dials(view.run(60, 9)) == []
+    view.take(LinkDown(node(9)))
+    assert {dial.node for dial in dials(view.run(5))} == {node(9)}
 
 
 def test_what_discovery_lost_is_not_dialled() -> None:
