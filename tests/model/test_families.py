@@ -50,7 +50,8 @@ FAMILIES = [
     Family("qwen2", "Qwen2Config"),
     Family("qwen3", "Qwen3Config", {"head_dim": 64}),
     Family("mistral", "MistralConfig", {"sliding_window": None}),
-    Family("phi3", "Phi3Config", {"pad_token_id": 0}),
+    # The exporter takes the context it was first trained with.
+    Family("phi3", "Phi3Config", {"pad_token_id": 0, "original_max_position_embeddings": 2048}),
     Family("gemma2", "Gemma2Config", GEMMA),
     Family("gemma3", "Gemma3TextConfig", GEMMA | {"num_hidden_layers": 6}),
 ]
