@@ -256,4 +256,4 @@ def _waiting_for(ring: RingView) -> str:
     busy = next((member for member in ring.members if member.phase is not Phase.IDLE), None)
     if busy is not None:
         return f"{busy.phase.name.lower().replace('_', ' ')} on {busy.name}"
-    return "the other nodes of the swarm, and a plan"
+    return ring.plan.note or "the other nodes of the swarm, and a plan"

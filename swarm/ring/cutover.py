@@ -26,13 +26,16 @@ class Cutover:
         prepare: Prepare,
         on_prepared: Callable[[Epoch, str | None], None],
         on_active: Callable[[Plan], None],
+        on_broken: Callable[[Epoch, str], None],
     ) -> None:
-        """`on_prepared(epoch, reason)`: reason is None where it worked. `on_active(plan)`: it is in force here."""
+        """`on_prepared(epoch, reason)`: reason is None where it worked. `on_active(plan)`: it is in force here.
+        `on_broken(epoch, reason)`: it is, but our part of it does not run."""
         self._group = group
         self._stage = stage
         self._prepare = prepare
         self._on_prepared = on_prepared
         self._on_active = on_active
+        self._on_broken = on_broken
         self._preparing = NO_EPOCH
         self._scope = anyio.CancelScope()
         self._lock = anyio.Lock()
@@ -63,14 +66,30 @@ class Cutover:
         self._group.start_soon(self._run_activate, plan, loaded)
 
     async def _run_activate(self, plan: Plan, loaded: bool) -> None:
+        if plan.epoch < self.plan.epoch:
+            return
+        broken = ""
         if plan.stage_of(self._stage.node) is None or not loaded:
             # Nothing to start: this must not wait behind a stage of a newer plan that is being prepared.
             await self._stage.stop_serving()
         else:
             async with self._lock:
-                if plan.epoch < self.plan.epoch:
-                    return
-                await self._stage.activate(plan, self._group)
-        if plan.epoch >= self.plan.epoch:
-            self.plan = plan
-            self._on_active(plan)
+                broken = await self._start(plan)
+        if plan.epoch < self.plan.epoch:
+            return
+        self.plan = plan
+        self._on_active(plan)
+        if broken:
+            self._on_broken(plan.epoch, broken)
+
+    async def _start(self, plan: Plan) -> str:
+        """Cut over to our stage of `plan`; why it does not run, or nothing. A newer plan may be in force by now."""
+        if plan.epoch < self.plan.epoch:
+            return ""
+        try:
+            await self._stage.activate(plan, self._group)
+        except SwarmError as error:
+            return str(error)
+        if plan.epoch < self.plan.epoch:
+            await self._stage.stop_serving()
+        return ""

@@ -11,7 +11,7 @@ stage answers each. A node whose part of the plan in force does not run says so 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from swarm.protocol.errors import ProtocolError
 from swarm.protocol.ids import BlobId, Epoch, NodeId
@@ -264,12 +264,19 @@ class Forming:
                 return
         epoch = Epoch(self._seen + 1, self._me)
         plan = make_plan(shape, basis.offers, epoch, previous=current, remark=self._remark(now))
+        if not plan.stages and self._would_fit(shape, epoch):
+            # Not memory is missing but the PCs that are left out for now.
+            plan = replace(plan, missing_bytes=0, note=f"no ring for now, {self._remark(now)}")
         if must or worthwhile(plan, current, basis, shape):
             self._propose(plan, basis, now)
         elif proposal:
             proposal.basis = basis
         else:
             self._basis = basis
+
+    def _would_fit(self, shape: ModelShape, epoch: Epoch) -> bool:
+        """Whether the standing members could hold the model if none were left out."""
+        return bool(make_plan(shape, Basis.of(self._members, {}).offers, epoch).stages)
 
     def _remark(self, now: float) -> str:
         left_out = sorted(self._exclusions.active(now).items())

@@ -176,7 +176,7 @@ class RingNode:
         try:
             async with fetcher, anyio.create_task_group() as group:
                 self._group = group
-                self._cutover = Cutover(group, self._stage, self._prepare, self._prepared, self._activated)
+                self._cutover = Cutover(group, self._stage, self._prepare, self._prepared, self._activated, self._broke)
                 for task in (self._discovery.run, self._mesh.run_heartbeats, self._tick, self._run_effects):
                     group.start_soon(task)
                 for host, port in self._config.peers:
@@ -515,6 +515,9 @@ class RingNode:
     def _prepared(self, epoch: Epoch, failure: str | None) -> None:
         answer = ev.LocalPrepared(epoch) if failure is None else ev.LocalPrepareFailed(epoch, failure)
         self._tell_forming(answer)
+
+    def _broke(self, epoch: Epoch, reason: str) -> None:
+        self._tell_forming(ev.LocalStageBroken(epoch, reason))
 
     def _activated(self, plan: Plan) -> None:
         """`plan` is in force here: even without a stage in it this node takes prompts, so it needs the tokenizer."""

@@ -185,7 +185,9 @@ def test_a_pc_takes_layers_with_it(tmp_path: Path, smollm2_gguf: Path, store: Pa
             spread_over(one, two)
 
             one.kill()  # and nobody else has its layers, here or outside
-            found = two.until(lambda found: not found["ready"] and "layer" in found["reason"], "what is missing")
+            found = two.until(lambda found: "a piece of the model" in found["reason"], "what is missing")
+            assert not found["ready"]
+            assert not found["missing_bytes"]  # of memory
             assert states(found)["PC-2"] == "alive"
 
             one.start()
