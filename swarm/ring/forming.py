@@ -242,7 +242,7 @@ class Forming:
         if choice.acquirer == self._me:
             self._acquire(choice, now)
         if self.leader != self._me:
-            self._abandon_hopeless()
+            self._abandon_hopeless(now)
         elif choice.manifest in self._shapes:
             self._plan_anew(self._shapes[choice.manifest], now)
             self._at(self._exclusions.next_end(now))
@@ -339,10 +339,11 @@ class Forming:
         self._effects.append(Broadcast(Commit(plan)))
         self._adopt(plan, basis, now)
 
-    def _abandon_hopeless(self) -> None:
+    def _abandon_hopeless(self, now: float) -> None:
         """We no longer lead. A proposal that can still be committed is; one that lost a node is the new leader's."""
         proposal = self._proposal
-        if proposal and outdated(proposal.plan, proposal.basis, Basis.of(self._members, ()), None):
+        standing = Basis.of(self._members, self._exclusions.active(now))
+        if proposal and outdated(proposal.plan, proposal.basis, standing, None):
             self._proposal = None
             self._drop_preparing()
 

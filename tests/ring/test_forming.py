@@ -374,6 +374,15 @@ def test_a_leader_no_longer_leading_gives_up_what_cannot() -> None:
     assert part.machine.preparing is None
 
 
+def test_a_leader_no_longer_leading_gives_up_what_a_stage_cannot_prepare() -> None:
+    part = Part(me=5, members=(5, 6))
+    proposed = part.prepare()
+    part.change(member(2))
+    part.run(2)
+    assert CancelPrepare(proposed.epoch) in part.take(PrepareFailedReceived(node(6), proposed.epoch, "no disk"))
+    assert part.machine.preparing is None
+
+
 # --- nodes that cannot ----------------------------------------------------------------------------------------------
 
 
