@@ -55,7 +55,7 @@ from swarm.ring.mesh import Mesh
 from swarm.ring.pairing import OPEN_FINGERPRINT, UNDECIDED_FINGERPRINT, fingerprint
 from swarm.ring.port import RingListener
 from swarm.ring.stage import StageHost
-from swarm.ring.supply import Model, acquire_model, load_model, model_source
+from swarm.ring.supply import Model, acquire_model, load_model, model_source, recall
 from swarm.ring.transfer import BlobFetcher, BlobSource
 from swarm.ring.websocket import LinkServer, dial
 from swarm.ring.worker import NO_STATS
@@ -177,7 +177,8 @@ class RingNode:
             async with fetcher, anyio.create_task_group() as group:
                 self._group = group
                 self._cutover = Cutover(group, self._stage, self._prepare, self._prepared, self._activated, self._broke)
-                for task in (self._discovery.run, self._mesh.run_heartbeats, self._tick, self._run_effects):
+                tasks = (self._discovery.run, self._mesh.run_heartbeats, self._tick, self._run_effects, self._recall)
+                for task in tasks:
                     group.start_soon(task)
                 for host, port in self._config.peers:
                     self._tell_membership(ev.PeerFound(f"[{host}]:{port}" if ":" in host else f"{host}:{port}"))
@@ -450,6 +451,15 @@ class RingNode:
 
     # --- the model and the stage ------------------------------------------------------------------------------------
 
+    async def _recall(self) -> None:
+        """Know at once what an earlier start left here: a swarm that was switched off needs nothing from outside."""
+        try:
+            found = await anyio.to_thread.run_sync(recall, self._config.wanted, self._store)
+            if found is not None and not self._models:
+                await self._know(await anyio.to_thread.run_sync(load_model, self._store, found))
+        except SwarmError as error:
+            self._board.notice(str(error))
+
     async def _acquire(self, wanted: str) -> None:
         """Get the swarm's model from outside, for everybody."""
         try:
@@ -510,6 +520,8 @@ class RingNode:
         except SwarmError:
             raise error from None
         if found != model.id:
+            if not self.plan.stages:  # nobody runs the old one, so the new one it will be
+                await self._know(await anyio.to_thread.run_sync(load_model, self._store, found))
             raise error
 
     def _prepared(self, epoch: Epoch, failure: str | None) -> None:

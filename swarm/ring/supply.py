@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,12 +12,12 @@ from pathlib import Path
 import anyio.from_thread
 import anyio.to_thread
 
-from swarm.model.manifest import Manifest
+from swarm.model.manifest import BlobRef, Manifest
 from swarm.model.publish import publish
 from swarm.model.sources import Source, acquire, resolve
 from swarm.model.store import Store
 from swarm.model.tokenizer import Tokenizer, unpack
-from swarm.protocol.errors import ModelError, StoreError
+from swarm.protocol.errors import ModelError, StoreError, SwarmError
 from swarm.protocol.ids import BlobId
 from swarm.protocol.messages import Phase
 from swarm.ring.fit import ModelShape
@@ -78,7 +78,7 @@ async def acquire_model(wanted: str, store: Store, report: Report) -> BlobId:
     Raises `SwarmError` with what to do. May be cancelled; what was downloaded stays.
     """
     source = await anyio.to_thread.run_sync(model_source, wanted)
-    known = await anyio.to_thread.run_sync(_stored, store, source)
+    known = await anyio.to_thread.run_sync(_stored, store, source, Manifest.blobs)
     if known is not None:
         return known
     meter = _Meter(report)
@@ -94,15 +94,27 @@ async def acquire_model(wanted: str, store: Store, report: Report) -> BlobId:
     return await anyio.to_thread.run_sync(work)
 
 
-def _stored(store: Store, source: Source) -> BlobId | None:
-    """The newest manifest of `source` of which every blob is here."""
+def recall(wanted: str, store: Store) -> BlobId | None:
+    """The manifest of what `wanted` names that an earlier start left here, with graph and tokenizer; blocking.
+
+    Its weights need not all be here: the peers have them, or its source.
+    """
+    try:
+        source = model_source(wanted)
+    except SwarmError:
+        return None
+    return _stored(store, source, lambda manifest: (manifest.graph, manifest.tokenizer))
+
+
+def _stored(store: Store, source: Source, needed: Callable[[Manifest], Iterable[BlobRef]]) -> BlobId | None:
+    """The newest manifest of `source` of which every `needed` blob is here."""
     for found in sorted(store.manifests(), key=lambda found: -found.added):
         if found.spec == source.spec and not _changed_since(source.path, found.added):
             try:
                 manifest = Manifest.decode(store.read(found.blob))
             except (StoreError, ModelError):
                 continue
-            if all(store.has(blob.id) for blob in manifest.blobs()):
+            if all(store.has(blob.id) for blob in needed(manifest)):
                 return found.blob
     return None
 

@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 from tests.netns.lan import Namespace
 
 ROOT = Path(__file__).parents[2]
+NODE = ROOT / "node.py"
 READY_S = 90.0
 """Two cores, and three nodes that compile at once."""
 
@@ -33,12 +34,13 @@ Status: TypeAlias = dict[str, Any]
 class Pc:
     """One at a time runs; `start` again after `stop` or `kill` is the same PC switched on again."""
 
-    def __init__(self, space: Namespace, home: Path, name: str, *flags: str) -> None:
-        """`flags` go to every start."""
+    def __init__(self, space: Namespace, home: Path, name: str, *flags: str, script: Path = NODE) -> None:
+        """`flags` go to every start of `script`."""
         self.space = space
         self.home = home
         self.name = name
         self._flags = flags
+        self._script = script
         self.log = home.with_suffix(".log")
         self._process: subprocess.Popen[bytes] | None = None
         home.mkdir(parents=True, exist_ok=True)
@@ -48,10 +50,11 @@ class Pc:
     def start(self, *flags: str) -> None:
         assert self._process is None, "it runs already"
         # No way out: what it needs it has, or gets from its peers.
-        nowhere = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull}
+        nowhere = {"PYTHONPATH": str(ROOT), "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull}
+        words = ("--home", self.home, "--name", self.name, "--headless")
         with self.log.open("ab") as log:
             self._process = self.space.run(
-                [*_node("run"), "--home", self.home, "--name", self.name, "--headless", *self._flags, *flags],
+                [sys.executable, self._script, *words, *self._flags, *flags],
                 env=nowhere,
                 stdout=log,
                 stderr=log,
@@ -155,7 +158,7 @@ def give_model(home: Path, gguf: Path) -> None:
 
 
 def _node(*words: str) -> list[str | Path]:
-    return [sys.executable, ROOT / "node.py", *words]
+    return [sys.executable, NODE, *words]
 
 
 def _connect_inside(space: Namespace, port: int) -> socket.socket:

@@ -15,7 +15,7 @@ from swarm.model.manifest import Manifest
 from swarm.model.store import Store
 from swarm.ring.supply import acquire_model
 from tests.netns.lan import lan, needs_netns
-from tests.netns.pc import READY_S, Pc, Status, ended_at_last, give_model
+from tests.netns.pc import READY_S, ROOT, Pc, Status, ended_at_last, give_model
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(900)]
 
@@ -23,6 +23,7 @@ QUESTION = "Write a short story about a lighthouse keeper and her cat."
 SHORT, LONG = 48, 120
 """Tokens of an answer."""
 
+EQUAL_PC = ROOT / "tests" / "netns" / "equal_pc.py"
 LAYERS = 30
 LEAVE_S = 30.0
 """Well above the drain time."""
@@ -94,7 +95,7 @@ def all_at_once(pcs: Sequence[Pc], tokens: int) -> list[str]:
 def test_form_ask_leave_crash_come_back(tmp_path: Path, smollm2_gguf: Path, store: Path) -> None:
     with lan(3) as net:
         one, two, three = pcs = [
-            Pc(space, tmp_path / f"pc-{number}", f"PC-{number}", "--open")
+            Pc(space, tmp_path / f"pc-{number}", f"PC-{number}", "--open", script=EQUAL_PC)
             for number, space in enumerate(net.nodes, start=1)
         ]
         with ended_at_last(pcs):
@@ -173,7 +174,7 @@ def dies_in_the_middle(pc: Pc, asked: Pc, others: tuple[Pc, ...], expected: str)
 def test_a_pc_takes_layers_with_it(tmp_path: Path, smollm2_gguf: Path, store: Path) -> None:
     with lan(2) as net:
         one, two = pcs = [
-            Pc(space, tmp_path / f"pc-{number}", f"PC-{number}", "--open")
+            Pc(space, tmp_path / f"pc-{number}", f"PC-{number}", "--open", script=EQUAL_PC)
             for number, space in enumerate(net.nodes, start=1)
         ]
         with ended_at_last(pcs):
@@ -210,7 +211,7 @@ def test_pairing(tmp_path: Path, store: Path) -> None:
             give_store(one.home, store)
             one.start("--code", CODE)
             two.start("--code", CODE)
-            spread_over(one, two)
+            together(one, two)
             assert two.ask(QUESTION, 4)
 
             three.start("--code", WRONG_CODE)
@@ -226,7 +227,14 @@ def test_pairing(tmp_path: Path, store: Path) -> None:
             two.interrupt()
             assert two.ended(LEAVE_S) == 0
             two.start()  # it remembers the code
-            spread_over(one, two)
+            together(one, two)
+
+
+def together(*pcs: Pc) -> None:
+    """Wait until all are alive in the eyes of each, and answer; whoever holds the layers."""
+    everybody = dict.fromkeys((pc.name for pc in pcs), "alive")
+    for pc in pcs:
+        pc.until(lambda found: found["ready"] and states(found) == everybody, "swarm of all")
 
 
 def refused(pc: Pc, why: str) -> None:
@@ -241,7 +249,7 @@ def refused(pc: Pc, why: str) -> None:
 def test_memory(tmp_path: Path, store: Path) -> None:
     with lan(3) as net:
         one, two, three = pcs = [
-            Pc(space, tmp_path / f"pc-{number}", f"PC-{number}", "--open")
+            Pc(space, tmp_path / f"pc-{number}", f"PC-{number}", "--open", script=EQUAL_PC)
             for number, space in enumerate(net.nodes, start=1)
         ]
         with ended_at_last(pcs):

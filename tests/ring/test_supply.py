@@ -19,7 +19,7 @@ from swarm.protocol.errors import ModelError, StoreError, UsageError
 from swarm.protocol.ids import BlobId
 from swarm.protocol.messages import Phase
 from swarm.ring import supply
-from swarm.ring.supply import acquire_model, load_model
+from swarm.ring.supply import acquire_model, load_model, recall
 from tests.model.gguf_files import tiny_llama
 
 pytestmark = pytest.mark.anyio
@@ -104,6 +104,18 @@ async def test_nor_one_whose_manifest_is_damaged(ir: Path, store: Store, outside
     store.path(found).write_bytes(b"not a manifest")
     assert await acquire_model(str(ir), store, quiet) == found
     assert len(outside) == 2
+
+
+async def test_what_an_earlier_start_left_is_recalled_even_without_its_layers(ir: Path, store: Store) -> None:
+    assert recall(str(ir), store) is None
+    found = await acquire_model(str(ir), store, quiet)
+    manifest = Manifest.decode(store.read(found))
+    store.path(manifest.layers[0].id).unlink()
+    assert recall(str(ir), store) == found
+    assert recall("", store) is None
+    assert recall(str(ir / "nothing"), store) is None
+    store.path(manifest.tokenizer.id).unlink()
+    assert recall(str(ir), store) is None
 
 
 async def test_what_cannot_be_a_model(store: Store, tmp_path: Path) -> None:
