@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -16,12 +19,15 @@ from swarm.cli.main import first_error
 from swarm.coordinator.coordinator import Coordinator
 from swarm.coordinator.language import LanguageModel
 from swarm.coordinator.requests import ChatMessage, GenerateRequest
+from swarm.engine.paged import PagedEngine
 from swarm.model import sources
 from swarm.model.store import Store
+from swarm.model.tokenizer import Tokenizer
 from swarm.protocol.errors import UsageError
 from swarm.protocol.messages import MemberState
 from swarm.protocol.plan import Plan
-from swarm.ring import forming
+from swarm.ring import forming, stage, supply
+from swarm.ring import node as node_module
 from swarm.ring.handshake import Credentials
 from swarm.ring.identity import load_or_create, next_incarnation
 from swarm.ring.node import RingConfig, RingNode
@@ -280,3 +286,33 @@ async def test_after_a_night_off_nothing_is_needed_from_outside(tmp_path: Path, 
         await one.until_spread_over(one, two)
         await two.until_spread_over(one, two)
         assert await two.answer() == answer
+
+
+def slowly(function: Callable[..., Any], calls: int) -> Callable[..., Any]:
+    """The same, whose first calls take longer than the loop may be held."""
+    left = iter(range(calls))
+
+    @functools.wraps(function)
+    def slow(*args: Any, **options: Any) -> Any:
+        if next(left, None) is not None:
+            time.sleep(1.2 * BLOCKED_S)
+        return function(*args, **options)
+
+    return slow
+
+
+async def test_nothing_slow_holds_the_event_loop(tmp_path: Path, ir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for owner, name, calls in (
+        (supply, "acquire", 1),
+        (supply, "publish", 1),
+        (node_module, "load_model", 1),
+        (stage, "load_shard", 1),
+        (PagedEngine, "run", 3),  # twice to warm up
+        (Tokenizer, "encode", 1),
+        (Tokenizer, "render_chat", 1),
+    ):
+        monkeypatch.setattr(owner, name, slowly(getattr(owner, name), calls))
+    async with open_office(tmp_path, ir) as office:
+        one = await office.start("one", ir)
+        await one.until_spread_over(one)
+        await one.answer(2)
