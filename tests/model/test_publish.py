@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 
 import cbor2
+import numpy as np
 import openvino as ov
 import pytest
+from openvino import opset13 as ops
 
 from swarm.model.manifest import BlobRef, Manifest
-from swarm.model.publish import ALIGNMENT, DEFAULT_CONTEXT_TOKENS, WEIGHT_MIN_BYTES, publish
+from swarm.model.publish import ALIGNMENT, DEFAULT_CONTEXT_TOKENS, WEIGHT_MIN_BYTES, _write_blob, publish
 from swarm.model.store import Store
 from swarm.model.tiny import HIDDEN, VOCABULARY
 from swarm.protocol.errors import ModelError, StoreError, UnsupportedModelError
@@ -89,6 +91,18 @@ def test_sizes_are_those_on_disk(which: str, request: pytest.FixtureRequest) -> 
             assert end <= tensor.offset < end + ALIGNMENT, "one behind the other"
             end = tensor.offset + tensor.bytes
         assert end <= blob.bytes
+
+
+def test_tensors_of_odd_sizes_begin_at_a_cache_line(tmp_path: Path) -> None:
+    """They are used where they lie in the mapped file."""
+    store = opened(tmp_path)
+    values = [np.full(size, size % 251, np.uint8) for size in (4097, 5000, 64)]
+    blob, _ = _write_blob(store, [ops.constant(value) for value in values], 0)
+    assert [tensor.offset for tensor in blob.tensors] == [0, 4160, 9216]
+    data = store.path(blob.id).read_bytes()
+    assert len(data) == blob.bytes
+    for tensor, value in zip(blob.tensors, values, strict=True):
+        assert data[tensor.offset : tensor.offset + tensor.bytes] == value.tobytes()
 
 
 def test_a_tied_head_has_no_weights_of_its_own(tied: Published) -> None:
