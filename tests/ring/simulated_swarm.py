@@ -105,8 +105,7 @@ class Node:
             if peer.up and peer.links.get(self.id) is link and self.world.reaches(self, peer):
                 peer.meet(ev.Heard(self.id, 0.5))
         self.world.after(self.world.beat_s, self.beat, life)
-        if not self.links:
-            self.world.rediscover(self)
+        self.world.rediscover(self)
 
     # --- machines ---------------------------------------------------------------------------------------------------
 
@@ -306,9 +305,9 @@ class World:
             self.after(self.random.random() * 1.2, self._find, other, node)
 
     def rediscover(self, node: Node) -> None:
-        """Announcements are repeated: whoever is alone hears of somebody in the end."""
+        """Announcements are repeated: groups that know nothing of each other meet in the end."""
         others = [other for other in self.nodes.values() if other.up and other is not node]
-        if others and self.random.random() < 0.1:
+        if others and self.random.random() < 0.03:
             self._find(node, self.random.choice(others))
 
     def _find(self, node: Node, other: Node) -> None:
