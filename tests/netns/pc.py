@@ -7,7 +7,6 @@ import ctypes
 import http.client
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -22,7 +21,7 @@ from tests.netns.lan import Namespace
 
 ROOT = Path(__file__).parents[2]
 NODE = ROOT / "node.py"
-READY_S = 90.0
+READY_S = 180.0
 """Two cores, and three nodes that compile at once."""
 
 POLL_S = 0.25
@@ -145,16 +144,6 @@ def ended_at_last(pcs: list[Pc]) -> Iterator[None]:
     finally:
         for pc in pcs:
             pc.kill()
-
-
-def give_model(home: Path, gguf: Path) -> None:
-    """Lay the default model's GGUF where a node looks before it downloads."""
-    place = home / "store" / "work" / "default" / gguf.name
-    place.parent.mkdir(parents=True)
-    try:
-        place.hardlink_to(gguf)
-    except OSError:  # another file system
-        shutil.copyfile(gguf, place)
 
 
 def _node(*words: str) -> list[str | Path]:

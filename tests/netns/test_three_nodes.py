@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-import anyio
 import pytest
 
 from swarm.model.manifest import Manifest
 from swarm.model.store import Store
-from swarm.ring.supply import acquire_model
+from tests.homes import give_model, give_store, whole_store
 from tests.netns.lan import lan, needs_netns
-from tests.netns.pc import READY_S, ROOT, Pc, Status, ended_at_last, give_model
+from tests.netns.pc import READY_S, ROOT, Pc, Status, ended_at_last
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(900)]
 
@@ -34,17 +32,7 @@ CODE, WRONG_CODE = "K7QM-2RXW-9DFT", "K7QM-2RXW-9DFV"
 @pytest.fixture(scope="module")
 def store(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store that holds the whole default model, for homes that need not convert it again."""
-    home = tmp_path_factory.mktemp("source")
-    give_model(home, smollm2_gguf)
-    place = Store(home / "store")
-    place.open()
-    anyio.run(acquire_model, "", place, lambda *_: None)
-    shutil.rmtree(place.root / "work")
-    return place.root
-
-
-def give_store(home: Path, store: Path) -> None:
-    shutil.copytree(store, home / "store")
+    return whole_store(tmp_path_factory.mktemp("source"), smollm2_gguf)
 
 
 def model_bytes(store: Path) -> int:
