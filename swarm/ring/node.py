@@ -45,9 +45,10 @@ from swarm.ring.board import Board
 from swarm.ring.choice import STANDING
 from swarm.ring.cutover import Cutover
 from swarm.ring.discovery import Announcement, DiscoveredState, Discovery, DiscoveryEvent, Found, Lost, Trouble
+from swarm.ring.epoch import read_epoch, write_epoch
 from swarm.ring.forming import Forming
 from swarm.ring.handshake import Credentials
-from swarm.ring.identity import keep_incarnation, write_private
+from swarm.ring.identity import keep_incarnation
 from swarm.ring.interfaces import InterfaceChoice, advertised, choose, chosen_addresses, gather
 from swarm.ring.machine import resident_bytes
 from swarm.ring.membership import Membership
@@ -65,8 +66,6 @@ REPORT_S = 1.0
 PROGRESS_S = 0.5
 """Between two progress messages of one phase."""
 
-
-_EPOCH_FILE = "epoch"
 
 Meter: TypeAlias = Callable[[], tuple[float, int]]
 """Tokens per second and sessions of this node's coordinator."""
@@ -169,7 +168,7 @@ class RingNode:
         choices = await anyio.to_thread.run_sync(_choose_interfaces, self._config.interfaces)
         await self._server.start(self._config.port)
         self._membership = Membership(self._first_record(advertised(choices, self._server.port)), Random())
-        self._forming = Forming(self.node, await anyio.to_thread.run_sync(_read_epoch, self._config.home))
+        self._forming = Forming(self.node, await anyio.to_thread.run_sync(read_epoch, self._config.home))
         fetcher = BlobFetcher(self._store, self.node, self._own.secret)
         self._stage = StageHost(self.node, self._store, fetcher, self.send, self._config.memory_bytes, self.report)
         self._discovery = Discovery(self._announcement(), self._scan, self._discovered)
@@ -350,7 +349,7 @@ class RingNode:
             case ev.KeepIncarnation(number):
                 await anyio.to_thread.run_sync(keep_incarnation, self._config.home, number)
             case ev.KeepEpoch(number):
-                await anyio.to_thread.run_sync(_write_epoch, self._config.home, number)
+                await anyio.to_thread.run_sync(write_epoch, self._config.home, number)
             case ev.StartPrepare(plan):
                 self._cutover.start_prepare(plan)
             case ev.CancelPrepare(epoch):
@@ -588,18 +587,6 @@ def other_swarm(swarm: str, name: str, theirs: str, paired: bool) -> str:
 
 def _choose_interfaces(wanted: tuple[str, ...]) -> tuple[InterfaceChoice, ...]:
     return choose(gather(), wanted)
-
-
-def _read_epoch(home: Path) -> int:
-    """The last epoch this node proposed; 0 where there is none."""
-    try:
-        return int((home / _EPOCH_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return 0
-
-
-def _write_epoch(home: Path, number: int) -> None:
-    write_private(home / _EPOCH_FILE, str(number).encode())
 
 
 def _no_meter() -> tuple[float, int]:
