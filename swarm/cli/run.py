@@ -25,11 +25,13 @@ from swarm.protocol.config import DEFAULT_API_PORT, DEFAULT_PORT, Settings
 from swarm.protocol.errors import UsageError
 from swarm.protocol.messages import Phase
 from swarm.protocol.snapshot import Snapshot
+from swarm.ring.board import RingView
+from swarm.ring.config import RingConfig
 from swarm.ring.handshake import Credentials
 from swarm.ring.identity import Identity, hold_home, load_or_create, next_incarnation
 from swarm.ring.interfaces import choose, chosen_addresses, gather
 from swarm.ring.machine import advertised_memory, default_name, measure_speed, memory
-from swarm.ring.node import RingConfig, RingNode, RingView
+from swarm.ring.node import RingNode
 from swarm.ring.pairing import OPEN_SECRET, derive_secret, load_code, new_code, parse_code, save_code
 from swarm.ring.supply import Model, model_source
 from swarm.ui.lines import run_lines

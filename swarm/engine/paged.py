@@ -22,7 +22,7 @@ from openvino._offline_transformations import paged_attention_transformation
 
 from swarm.engine.base import Output, check_rows
 from swarm.engine.blocks import BlockPool, BlockTable
-from swarm.engine.devices import profile
+from swarm.engine.devices import profile, weight_group
 from swarm.engine.sampling import draw
 from swarm.model.cut import HIDDEN_INPUT, LOGITS_OUTPUT
 from swarm.model.layers import TOKENS_INPUT
@@ -59,8 +59,10 @@ class PagedEngine:
         self._first = any(TOKENS_INPUT in port.get_names() for port in model.inputs)
         self._hidden_size = 0 if self._first else _hidden_size(model)
         properties = dict(settings.properties)
-        if threads is not None and device == "CPU":
-            properties["INFERENCE_NUM_THREADS"] = threads
+        if device == "CPU":
+            properties["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = weight_group(model)
+            if threads is not None:
+                properties["INFERENCE_NUM_THREADS"] = threads
         try:
             paged_attention_transformation(model)
             if not self._first:

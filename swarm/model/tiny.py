@@ -56,10 +56,21 @@ class _Builder:
         packed = self._random.integers(0, 256, outputs * inputs // 2, dtype=np.uint8)
         zeros = self._random.integers(0, 256, outputs * groups // 2, dtype=np.uint8)
         centred = ops.subtract(_packed(packed, [outputs, groups, GROUP]), _packed(zeros, [outputs, groups, 1]))
-        scale = self._random.uniform(0.5, 1.5, (outputs, groups, 1)) / (5 * inputs**0.5)
+        return _product(x, self._scaled(centred, outputs, inputs, GROUP, 5 * inputs**0.5))
+
+    def _linear8(self, x: Node, outputs: int, inputs: int) -> Node:
+        """INT8 weights with a scale and a zero point for each group of 16, as Q6_K tensors of a GGUF arrive."""
+        groups = inputs // 16
+        weights = ops.constant(self._random.integers(0, 256, (outputs, groups, 16), dtype=np.uint8))
+        zeros = ops.constant(self._random.integers(120, 136, (outputs, groups, 1), dtype=np.uint8))
+        centred = ops.subtract(ops.convert(weights, ov.Type.f16), ops.convert(zeros, ov.Type.f16))
+        return _product(x, self._scaled(centred, outputs, inputs, 16, 80 * inputs**0.5))
+
+    def _scaled(self, centred: Node, outputs: int, inputs: int, group: int, divisor: float) -> Node:
+        """`centred` times a random f16 scale for each group, as a matrix ``[outputs, inputs]``."""
+        scale = self._random.uniform(0.5, 1.5, (outputs, inputs // group, 1)) / divisor
         decompressed = ops.multiply(centred, ops.constant(scale.astype(np.float16)))
-        matrix = ops.convert(ops.reshape(decompressed, _list(outputs, inputs), False), ov.Type.f32)
-        return ops.matmul(x, matrix, False, True)
+        return ops.reshape(decompressed, _list(outputs, inputs), False)
 
     def _attention(self, x: Node, layer: int, beams: Node, batch: Node, rotary: Node, causal: Node) -> Node:
         query = _rotate(_heads(self._linear(x, HEADS * HEAD_SIZE, HIDDEN), HEADS), rotary)
@@ -86,7 +97,7 @@ class _Builder:
 
     def _feed_forward(self, x: Node) -> Node:
         gate = ops.swish(self._linear(x, INTERMEDIATE, HIDDEN))
-        return self._linear(ops.multiply(gate, self._linear(x, INTERMEDIATE, HIDDEN)), HIDDEN, INTERMEDIATE)
+        return self._linear8(ops.multiply(gate, self._linear(x, INTERMEDIATE, HIDDEN)), HIDDEN, INTERMEDIATE)
 
     def _rotary(self, positions: Node) -> tuple[Node, Node]:
         frequencies = 10_000.0 ** -(np.arange(0, HEAD_SIZE, 2, dtype=np.float32) / HEAD_SIZE)
@@ -106,6 +117,10 @@ def _parameter(name: str, shape: list[int], kind: ov.Type) -> Node:
 def _packed(data: npt.NDArray[np.uint8], shape: list[int]) -> Node:
     """Two u4 a byte, as f16."""
     return ops.convert(ops.constant(ov.Tensor(data, ov.Shape(shape), ov.Type.u4), shared_memory=False), ov.Type.f16)
+
+
+def _product(x: Node, weights: Node) -> Node:
+    return ops.matmul(x, ops.convert(weights, ov.Type.f32), False, True)
 
 
 def _scalar(value: float, kind: Any = np.int64) -> Node:

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 
 from swarm.protocol.ids import NodeId
 from swarm.protocol.messages import Member, Phase, Progress, StageReport
+from swarm.protocol.plan import Plan
 from swarm.protocol.snapshot import MemberView
+from swarm.ring.pairing import OPEN_FINGERPRINT
 
 NOTICES_KEPT = 20
 
@@ -61,3 +63,30 @@ class Board:
             waiting=report.waiting if report else 0,
             resident_bytes=report.memory_bytes if report else 0,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class RingView:
+    """What the ring's part of a screen shows; see `protocol.snapshot`."""
+
+    members: tuple[MemberView, ...]
+    plan: Plan
+    forming: Plan | None
+    model: str
+    model_known: bool
+    """Its tokenizer is here: prompts can be taken."""
+    loaded: bool
+    """Our part of the plan in force runs."""
+    linked: frozenset[NodeId]
+    addresses: tuple[str, ...]
+    notices: tuple[str, ...]
+    fetched: dict[NodeId, int]
+    """Bytes of the model that came from each peer."""
+
+
+def other_swarm(swarm: str, name: str, theirs: str, paired: bool) -> str:
+    """Another swarm of our name is on this network: what to do, in one line."""
+    if theirs == OPEN_FINGERPRINT:
+        return f'"{name}" runs an open swarm with this name, "{swarm}". To join it, start with --open.'
+    ours = "has another pairing code" if paired else "has a pairing code and this one is open"
+    return f'"{name}" is in a swarm with this name, "{swarm}", that {ours}. To join it, start with --code and its code.'

@@ -6,9 +6,8 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from ipaddress import IPv4Interface
-from pathlib import Path
 from random import Random
 from typing import Any, TypeAlias
 
@@ -17,7 +16,7 @@ import anyio.to_thread
 from anyio.abc import TaskStatus
 
 from swarm.model.store import Store
-from swarm.protocol.errors import HandshakeError, LinkClosedError, ProtocolError, StoreError, SwarmError, UsageError
+from swarm.protocol.errors import HandshakeError, LinkClosedError, ProtocolError, SwarmError, UsageError
 from swarm.protocol.ids import BlobId, Epoch, NodeId
 from swarm.protocol.limits import DRAIN_TIMEOUT_S
 from swarm.protocol.messages import (
@@ -38,25 +37,25 @@ from swarm.protocol.messages import (
     StageReport,
 )
 from swarm.protocol.plan import NO_PLAN, Plan
-from swarm.protocol.snapshot import MemberView
 from swarm.ring import events as ev
 from swarm.ring.blob_server import BlobServer
-from swarm.ring.board import Board
+from swarm.ring.board import Board, RingView, other_swarm
 from swarm.ring.choice import STANDING
+from swarm.ring.config import RingConfig, first_record
 from swarm.ring.cutover import Cutover
 from swarm.ring.discovery import Announcement, DiscoveredState, Discovery, DiscoveryEvent, Found, Lost, Trouble
 from swarm.ring.epoch import read_epoch, write_epoch
 from swarm.ring.forming import Forming
-from swarm.ring.handshake import Credentials
 from swarm.ring.identity import keep_incarnation
 from swarm.ring.interfaces import InterfaceChoice, advertised, choose, chosen_addresses, gather
+from swarm.ring.library import Library
 from swarm.ring.machine import resident_bytes
 from swarm.ring.membership import Membership
 from swarm.ring.mesh import Mesh
-from swarm.ring.pairing import OPEN_FINGERPRINT, UNDECIDED_FINGERPRINT, fingerprint
+from swarm.ring.pairing import UNDECIDED_FINGERPRINT, fingerprint
 from swarm.ring.port import RingListener
 from swarm.ring.stage import StageHost
-from swarm.ring.supply import Model, acquire_model, load_model, model_source, recall
+from swarm.ring.supply import Model
 from swarm.ring.transfer import BlobFetcher, BlobSource
 from swarm.ring.websocket import LinkServer, dial
 from swarm.ring.worker import NO_STATS
@@ -71,46 +70,8 @@ Meter: TypeAlias = Callable[[], tuple[float, int]]
 """Tokens per second and sessions of this node's coordinator."""
 
 
-@dataclass(frozen=True, slots=True)
-class RingView:
-    """What the ring's part of a screen shows; see `protocol.snapshot`."""
-
-    members: tuple[MemberView, ...]
-    plan: Plan
-    forming: Plan | None
-    model: str
-    model_known: bool
-    """Its tokenizer is here: prompts can be taken."""
-    loaded: bool
-    """Our part of the plan in force runs."""
-    linked: frozenset[NodeId]
-    addresses: tuple[str, ...]
-    notices: tuple[str, ...]
-    fetched: dict[NodeId, int]
-    """Bytes of the model that came from each peer."""
-
-
-@dataclass(frozen=True, slots=True)
-class RingConfig:
-    """What a node is, decided before it starts."""
-
-    home: Path
-    credentials: Credentials
-    incarnation: int
-    memory_bytes: int
-    device: str
-    speed: float
-    wanted: str = ""
-    """As given with ``--model``."""
-    port: int | None = None
-    peers: tuple[tuple[str, int], ...] = ()
-    interfaces: tuple[str, ...] = ()
-    code_given: bool = False
-    """The pairing code was given for this start: where the first peer refuses it, the node ends with that error."""
-
-
 class RingNode:
-    """One node. Implements `port.RingPort` and `mesh.MeshListener`; `run` owns every task."""
+    """One node. Implements `port.RingPort`, `mesh.MeshListener` and `library.LibraryOwner`; `run` owns every task."""
 
     def __init__(self, config: RingConfig, store: Store, on_model: Callable[[Model], None]) -> None:
         """`on_model` is told of the swarm's model once its tokenizer is here."""
@@ -122,8 +83,6 @@ class RingNode:
         self._server = LinkServer(self._own, self._mesh.serve)
         self._server.add_routes(BlobServer(store, self.node, self._own.secret).routes())
         self._board = Board()
-        self._models: dict[BlobId, Model] = {}
-        self._learning: set[BlobId] = set()
         self._effects: deque[ev.MembershipEffect | ev.FormingEffect] = deque()
         self._woken = anyio.Event()
         self._drained = anyio.Event()
@@ -167,18 +126,22 @@ class RingNode:
         self._meter = meter
         choices = await anyio.to_thread.run_sync(_choose_interfaces, self._config.interfaces)
         await self._server.start(self._config.port)
-        self._membership = Membership(self._first_record(advertised(choices, self._server.port)), Random())
+        self._membership = Membership(first_record(self._config, advertised(choices, self._server.port)), Random())
         self._forming = Forming(self.node, await anyio.to_thread.run_sync(read_epoch, self._config.home))
         fetcher = BlobFetcher(self._store, self.node, self._own.secret)
         self._stage = StageHost(self.node, self._store, fetcher, self.send, self._config.memory_bytes, self.report)
+        self._library = library = Library(self._store, self._stage, self.report, self)
         self._discovery = Discovery(self._announcement(), self._scan, self._discovered)
         try:
             async with fetcher, anyio.create_task_group() as group:
                 self._group = group
-                self._cutover = Cutover(group, self._stage, self._prepare, self._prepared, self._activated, self._broke)
-                tasks = (self._discovery.run, self._mesh.run_heartbeats, self._tick, self._run_effects, self._recall)
+                self._cutover = Cutover(
+                    group, self._stage, library.prepare, self._prepared, self._activated, self._broke
+                )
+                tasks = (self._discovery.run, self._mesh.run_heartbeats, self._tick, self._run_effects)
                 for task in tasks:
                     group.start_soon(task)
+                group.start_soon(library.recall, self._config.wanted)
                 for host, port in self._config.peers:
                     self._tell_membership(ev.PeerFound(f"[{host}]:{port}" if ":" in host else f"{host}:{port}"))
                 self._tell_forming(ev.MembershipChanged(self._membership.members))
@@ -357,9 +320,9 @@ class RingNode:
             case ev.Activate(plan, loaded):
                 self._cutover.activate(plan, loaded)
             case ev.AcquireModel(wanted):
-                self._group.start_soon(self._acquire, wanted)
+                self._group.start_soon(self._library.acquire, wanted)
             case ev.LearnModel(manifest, _):
-                self._group.start_soon(self._learn, manifest)
+                self._group.start_soon(self._library.learn, manifest)
             case ev.Notice(text):
                 self._board.notice(text)
 
@@ -395,23 +358,6 @@ class RingNode:
         state = DiscoveredState.MEMBER if self._mesh.nodes else DiscoveredState.FOUNDING
         own = self._own
         return Announcement(own.node, own.name, own.swarm, fingerprint(own.secret), self._server.port, state)
-
-    def _first_record(self, addresses: tuple[str, ...]) -> Member:
-        config = self._config
-        return Member(
-            node=self.node,
-            name=self._own.name,
-            incarnation=config.incarnation,
-            version=1,
-            state=MemberState.ALIVE,
-            addresses=addresses,
-            memory_bytes=config.memory_bytes,
-            device=config.device,
-            speed=config.speed,
-            model=None,
-            model_name="",
-            wanted=config.wanted,
-        )
 
     def _change(self, **fields: Any) -> None:
         """Publish a change of our own record."""
@@ -450,78 +396,22 @@ class RingNode:
 
     # --- the model and the stage ------------------------------------------------------------------------------------
 
-    async def _recall(self) -> None:
-        """Know at once what an earlier start left here: a swarm that was switched off needs nothing from outside."""
-        try:
-            found = await anyio.to_thread.run_sync(recall, self._config.wanted, self._store)
-            if found is not None and not self._models:
-                await self._know(await anyio.to_thread.run_sync(load_model, self._store, found))
-        except SwarmError as error:
-            self._board.notice(str(error))
-
-    async def _acquire(self, wanted: str) -> None:
-        """Get the swarm's model from outside, for everybody."""
-        try:
-            source = await anyio.to_thread.run_sync(model_source, wanted)
-            self._change(model=None, model_name=source.name)
-            model = await acquire_model(wanted, self._store, self.report)
-            await self._know(await anyio.to_thread.run_sync(load_model, self._store, model))
-        except SwarmError as error:
-            self._change(model=None, model_name="")
-            self._tell_forming(ev.AcquireFailed(str(error)))
-        finally:
-            self.report(Phase.IDLE, "", 0, 0, 0.0)
-
-    async def _learn(self, manifest: BlobId) -> None:
-        """Get the manifest, graph and tokenizer of a model that a peer has."""
-        if manifest in self._learning:
-            return
-        self._learning.add(manifest)
-        try:
-            await self._model(manifest)
-        except SwarmError as error:
-            self._board.notice(str(error))
-        finally:
-            self._learning.discard(manifest)
-            self.report(Phase.IDLE, "", 0, 0, 0.0)
-
-    async def _model(self, manifest: BlobId) -> Model:
-        """The model of a manifest, from peers where it is not here. Raises `StoreError`, `ModelError`."""
-        if manifest not in self._models:
-            size = next((m.manifest_bytes for m in self._membership.members if m.model == manifest), 0)
-            await self._stage.manifest(manifest, size, self._sources())
-            await self._know(await anyio.to_thread.run_sync(load_model, self._store, manifest))
-        return self._models[manifest]
-
-    async def _know(self, model: Model) -> None:
-        self._models[model.id] = model
+    def model_known(self, model: Model) -> None:
         self._change(model=model.id, model_name=model.manifest.name, manifest_bytes=model.bytes)
         self._tell_forming(ev.ModelKnown(model.shape))
         self._on_model(model)
 
-    async def _prepare(self, plan: Plan) -> None:
-        """Everything our stage of `plan` needs. Where no peer has a blob, the model's own source is asked once more."""
-        assert plan.model is not None
-        try:
-            model = await self._model(plan.model)
-            try:
-                await self._stage.prepare(plan, model.manifest, self._sources())
-            except StoreError as error:
-                await self._acquire_again(model, error)
-                await self._stage.prepare(plan, model.manifest, self._sources())
-        finally:
-            self.report(Phase.IDLE, "", 0, 0, 0.0)
+    def acquiring(self, name: str) -> None:
+        self._change(model=None, model_name=name)
 
-    async def _acquire_again(self, model: Model, error: StoreError) -> None:
-        """A PC left and took layers with it. Raises `error` where the source cannot give the same model here."""
-        try:
-            found = await acquire_model(model.manifest.source, self._store, self.report)
-        except SwarmError:
-            raise error from None
-        if found != model.id:
-            if not self.plan.stages:  # nobody runs the old one, so the new one it will be
-                await self._know(await anyio.to_thread.run_sync(load_model, self._store, found))
-            raise error
+    def acquire_failed(self, reason: str) -> None:
+        self._tell_forming(ev.AcquireFailed(reason))
+
+    def notice(self, text: str) -> None:
+        self._board.notice(text)
+
+    def manifest_bytes(self, manifest: BlobId) -> int:
+        return next((m.manifest_bytes for m in self._membership.members if m.model == manifest), 0)
 
     def _prepared(self, epoch: Epoch, failure: str | None) -> None:
         answer = ev.LocalPrepared(epoch) if failure is None else ev.LocalPrepareFailed(epoch, failure)
@@ -533,8 +423,8 @@ class RingNode:
     def _activated(self, plan: Plan) -> None:
         """`plan` is in force here: even without a stage in it this node takes prompts, so it needs the tokenizer."""
         self._plan = plan
-        if plan.model is not None and plan.model not in self._models:
-            self._group.start_soon(self._learn, plan.model)
+        if plan.model is not None:
+            self._group.start_soon(self._library.learn, plan.model)
         self._stir()
         if self._listener is not None:
             self._listener.plan_changed(plan)
@@ -543,7 +433,7 @@ class RingNode:
         self._moved.set()
         self._moved = anyio.Event()
 
-    def _sources(self) -> list[BlobSource]:
+    def sources(self) -> list[BlobSource]:
         """Where blobs can be fetched: every linked member, at the address most likely to answer."""
         sources = []
         for member in self._others():
@@ -561,7 +451,7 @@ class RingNode:
         members = self._membership.members
         trips = {member.node: self._membership.round_trip_ms(member.node) for member in members}
         plan = self.plan
-        chosen = self._models.get(plan.model) if plan.model else None
+        chosen = self._library.known(plan.model)
         acquiring = next((m.model_name for m in members if m.model_name), "")
         return RingView(
             members=self._board.views(members, trips),
@@ -575,14 +465,6 @@ class RingNode:
             notices=tuple(self._board.notices),
             fetched=dict(self._stage.fetched),
         )
-
-
-def other_swarm(swarm: str, name: str, theirs: str, paired: bool) -> str:
-    """Another swarm of our name is on this network: what to do, in one line."""
-    if theirs == OPEN_FINGERPRINT:
-        return f'"{name}" runs an open swarm with this name, "{swarm}". To join it, start with --open.'
-    ours = "has another pairing code" if paired else "has a pairing code and this one is open"
-    return f'"{name}" is in a swarm with this name, "{swarm}", that {ours}. To join it, start with --code and its code.'
 
 
 def _choose_interfaces(wanted: tuple[str, ...]) -> tuple[InterfaceChoice, ...]:

@@ -26,11 +26,11 @@ from swarm.model.tokenizer import Tokenizer
 from swarm.protocol.errors import UsageError
 from swarm.protocol.messages import MemberState
 from swarm.protocol.plan import Plan
-from swarm.ring import forming, stage, supply
-from swarm.ring import node as node_module
+from swarm.ring import forming, library, stage, supply
+from swarm.ring.config import RingConfig
 from swarm.ring.handshake import Credentials
 from swarm.ring.identity import load_or_create, next_incarnation
-from swarm.ring.node import RingConfig, RingNode
+from swarm.ring.node import RingNode
 from swarm.ring.pairing import OPEN_SECRET
 from swarm.ring.supply import Model
 from tests.loopwatch import loopwatch
@@ -305,7 +305,7 @@ async def test_nothing_slow_holds_the_event_loop(tmp_path: Path, ir: Path, monke
     for owner, name, calls in (
         (supply, "acquire", 1),
         (supply, "publish", 1),
-        (node_module, "load_model", 1),
+        (library, "load_model", 1),
         (stage, "load_shard", 1),
         (PagedEngine, "run", 3),  # twice to warm up
         (Tokenizer, "encode", 1),
