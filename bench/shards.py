@@ -20,7 +20,7 @@ import openvino as ov
 import openvino_genai
 
 from bench import models
-from bench.report import cores, on_core, percentile, ratios, report, spread
+from bench.report import cores, first_in_line, on_core, percentile, ratios, report, spread
 from swarm.engine.paged import PagedEngine
 from swarm.engine.selftest import Chain, segment
 from swarm.model.cut import cut
@@ -61,23 +61,27 @@ Party: TypeAlias = Callable[[list[int], int], Answer]
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.shards", description=__doc__)
     parser.add_argument("--model", choices=sorted(_PREFIX), action="append", help="default: both")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help=f"of each answer (default: {TOKENS})")
+    parser.add_argument("--first", action="store_true", help="go before all other processes of a busy PC (Linux, root)")
     parser.add_argument("--quick", action="store_true", help="two prompts of 12 tokens, short row costs, nothing kept")
     arguments = parser.parse_args()
     chosen = arguments.model or sorted(_PREFIX)
+    tokens = 12 if arguments.quick else arguments.tokens
     figures: dict[str, float] = {}
     for model in chosen:
-        found = on_core(cores()[-1], measure, model, arguments.quick)
+        found = on_core(cores()[-1], measure, model, tokens, arguments.quick, arguments.first)
         figures |= {_PREFIX[model] + name: value for name, value in found.items()}
     settings = {
         "models": chosen,
         "prompts": 2 if arguments.quick else len(PROMPTS),
-        "tokens": 12 if arguments.quick else TOKENS,
+        "tokens": tokens,
+        "first": arguments.first,
         "rate": "tokens per second of decode, median of the prompts' ratios; parties in turns at each prompt",
     }
     report("shards", figures, settings, keep=not arguments.quick)
 
 
-def measure(model: str, quick: bool) -> dict[str, float]:
+def measure(model: str, tokens: int, quick: bool, first: bool) -> dict[str, float]:
     """All figures of one model; in a process that runs on one core."""
     ir = models.qwen_int4() if model == "qwen" else models.smollm2()
     tokenizer = openvino_genai.Tokenizer(str(ir))
@@ -92,16 +96,16 @@ def measure(model: str, quick: bool) -> dict[str, float]:
     }
     if (llama := llama_cpp(models.gguf_file(model))) is not None:
         parties["llama.cpp"] = llama
-    answers, difference = answer_all(parties, prompts, 12 if quick else TOKENS)
+    answers, difference = answer_all(parties, prompts, tokens, first)
     show(model, answers)
     figures = compare(answers)
     figures["logits_max_diff"] = difference
     parties.clear()
-    return figures | row_costs(ir, quick)
+    return figures | row_costs(ir, quick, first)
 
 
 def answer_all(
-    parties: dict[str, Party], prompts: dict[str, list[int]], tokens: int
+    parties: dict[str, Party], prompts: dict[str, list[int]], tokens: int, first: bool
 ) -> tuple[dict[str, list[Answer]], float]:
     """Each prompt by each party in turns, after a warm-up; and how far a chain's logits are from the whole model's."""
     difference = 0.0
@@ -110,7 +114,8 @@ def answer_all(
         party(next(iter(prompts.values())), 8)
     for title, ids in prompts.items():
         for name, party in parties.items():
-            answers[name].append(party(ids, tokens))
+            with first_in_line(first):
+                answers[name].append(party(ids, tokens))
             print(f"{title:16} {name:10} {answers[name][-1].rate:7.2f} tok/s", file=sys.stderr, flush=True)
         for name in ("stages2", "stages3"):
             ours, whole = answers[name][-1], answers["whole"][-1]
@@ -196,7 +201,7 @@ def llama_cpp(gguf: Path) -> Party | None:
     return answer
 
 
-def row_costs(ir: Path, quick: bool) -> dict[str, float]:
+def row_costs(ir: Path, quick: bool, first: bool) -> dict[str, float]:
     """Milliseconds of a forward: rows of as many sessions at a short context, rows of one window at a long one."""
     counts = ROWS[:3] if quick else ROWS
     long = 256 if quick else _LONG_CONTEXT
@@ -213,9 +218,10 @@ def row_costs(ir: Path, quick: bool) -> dict[str, float]:
             batch = [segment(session, _CONTEXT, text[:1]) for session in range(rows)]
             window = segment(counts[-1], long, text[:rows], rows, RowKind.DECODE)
             for name, segments in ((f"rows{rows}_100_ms", batch), (f"rows{rows}_2000_ms", [window])):
-                began = time.perf_counter()
-                chain.run(segments)
-                times.setdefault(name, []).append((time.perf_counter() - began) * 1000)
+                with first_in_line(first):
+                    began = time.perf_counter()
+                    chain.run(segments)
+                    times.setdefault(name, []).append((time.perf_counter() - began) * 1000)
     return {name: statistics.median(found[1:]) for name, found in times.items()}
 
 

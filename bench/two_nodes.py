@@ -33,7 +33,7 @@ import openvino_genai
 import psutil
 
 from bench import models
-from bench.report import ROUNDS, cores, percentile, pin, ratios, report, spread
+from bench.report import ROUNDS, cores, first_in_line, percentile, pin, ratios, report, spread
 from bench.shards import TOKENS, Party, ours
 from tests.prompts import PROMPTS
 
@@ -67,13 +67,16 @@ def main() -> None:
     parser.add_argument("--model", choices=sorted(_PREFIX), default="qwen")
     parser.add_argument("--users", type=int, action="append", help="at once (default: 1, 2, 4 and 8)")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"counted (default: {ROUNDS})")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help=f"of each answer (default: {TOKENS})")
+    parser.add_argument("--first", action="store_true", help="go before all other processes of a busy PC (Linux, root)")
     parser.add_argument("--quick", action="store_true", help="one round of 16 tokens, nothing kept")
     arguments = parser.parse_args()
     users = arguments.users or [1, 2, 4, 8]
-    tokens, rounds = (16, 1) if arguments.quick else (TOKENS, arguments.rounds)
-    pin(cores()[0])
+    tokens, rounds = (16, 1) if arguments.quick else (arguments.tokens, arguments.rounds)
+    node_cores = (cores()[0], cores()[-1])
+    pin(node_cores[0])
     ir = models.qwen_int4() if arguments.model == "qwen" else models.smollm2()
-    solo, shared, stages = asyncio.run(measure(ir, users, rounds, tokens))
+    solo, shared, stages = asyncio.run(measure(ir, node_cores, users, rounds, tokens, arguments.first))
     prefix, figures = _PREFIX[arguments.model], {}
     solo_rates = [found.rate for found in solo]
     print(f"one PC: {spread(solo_rates)} tok/s")
@@ -95,14 +98,15 @@ def main() -> None:
 
 
 async def measure(
-    ir: Path, users: list[int], rounds: int, tokens: int
+    ir: Path, node_cores: tuple[int, int], users: list[int], rounds: int, tokens: int, first: bool
 ) -> tuple[list[Round], dict[int, list[Round]], list[str]]:
     """Of each round: one PC, then two nodes with each number of users, in turns; the first round warms up."""
     solo: list[Round] = []
     shared: dict[int, list[Round]] = {count: [] for count in users}
     spawn = multiprocessing.get_context("spawn")
     timeout = aiohttp.ClientTimeout(total=None, sock_read=SILENCE_TIMEOUT_S)
-    with two_nodes(ir) as (apis, logs), ProcessPoolExecutor(1, spawn, pin, (cores()[0],)) as one_pc:
+    one_pc = ProcessPoolExecutor(1, spawn, pin, node_cores[:1])
+    with two_nodes(ir, node_cores) as (apis, nodes, logs), one_pc:
         async with aiohttp.ClientSession(timeout=timeout) as session:
             try:
                 with anyio.fail_after(FORMING_TIMEOUT_S):
@@ -110,8 +114,11 @@ async def measure(
             except TimeoutError:
                 raise SystemExit("no ring was formed:\n" + "\n".join(_read(log) for log in logs)) from None
             for turn in range(rounds + 1):
-                alone = await asyncio.get_running_loop().run_in_executor(one_pc, answer_alone, ir, turn, tokens)
-                found = {count: await ask_together(session, apis[0], count, turn, tokens) for count in users}
+                alone = await asyncio.get_running_loop().run_in_executor(one_pc, answer_alone, ir, turn, tokens, first)
+                found = {}
+                for count in users:
+                    with first_in_line(first, nodes):
+                        found[count] = await ask_together(session, apis[0], count, turn, tokens)
                 if turn:
                     solo.append(alone)
                     for count, one in found.items():
@@ -127,12 +134,14 @@ def _read(log: Path) -> str:
 # --- one PC -----------------------------------------------------------------------------------------------------------
 
 
-def answer_alone(ir: Path, turn: int, tokens: int) -> Round:
+def answer_alone(ir: Path, turn: int, tokens: int, first: bool) -> Round:
     """The whole model in our engine, one prompt; in the pinned process."""
     party, tokenizer = _one_pc(ir)
     history = [{"role": "user", "content": _prompt(turn)}]
     text = tokenizer.apply_chat_template(history, add_generation_prompt=True)
-    answer = party(tokenizer.encode(text, add_special_tokens=False).input_ids.data[0].tolist(), tokens)
+    ids = tokenizer.encode(text, add_special_tokens=False).input_ids.data[0].tolist()
+    with first_in_line(first):
+        answer = party(ids, tokens)
     return Round(answer.rate, answer.token_ms, answer.ttft_ms)
 
 
@@ -149,13 +158,14 @@ def _prompt(turn: int) -> str:
 
 
 @contextlib.contextmanager
-def two_nodes(ir: Path) -> Iterator[tuple[list[str], list[Path]]]:
-    """Start two nodes that share the model, a core each: (their APIs, their logs)."""
+def two_nodes(ir: Path, node_cores: tuple[int, int]) -> Iterator[tuple[list[str], list[int], list[Path]]]:
+    """Start two nodes that share the model, a core each: (their APIs, process ids, logs)."""
     weights = (ir / "openvino_model.bin").stat().st_size
     memory = f"{int(weights * 0.85) // 2**20 + 100}MB"
     links, apis = _free_ports(2), _free_ports(2)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         logs = [Path(folder, f"{number}.log") for number in (0, 1)]
+        nodes = []
         for number in (0, 1):
             command = [sys.executable, "node.py", "run", "--headless", "--open", "--swarm", f"bench-{links[0]}"]
             command += ["--home", str(Path(folder, str(number))), "--name", f"node{number}", "--memory", memory]
@@ -163,19 +173,19 @@ def two_nodes(ir: Path) -> Iterator[tuple[list[str], list[Path]]]:
             command += ["--peer", f"127.0.0.1:{links[1 - number]}"]
             if number == 0:
                 command += ["--model", str(ir)]
-            stack.enter_context(_running(command, cores()[-number], logs[number]))
-        yield [f"http://127.0.0.1:{port}" for port in apis], logs
+            nodes.append(stack.enter_context(_running(command, node_cores[number], logs[number])))
+        yield [f"http://127.0.0.1:{port}" for port in apis], nodes, logs
 
 
 @contextlib.contextmanager
-def _running(command: list[str], core: int, log: Path) -> Iterator[None]:
+def _running(command: list[str], core: int, log: Path) -> Iterator[int]:
     root = Path(__file__).parents[1]
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=root)
     try:
         if hasattr(psutil.Process, "cpu_affinity"):
             psutil.Process(process.pid).cpu_affinity([core])
-        yield
+        yield process.pid
     finally:
         process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
