@@ -66,8 +66,12 @@ FLUSH_INTERVAL_S = 0.2
 REMIND_INTERVAL_S = 1.0
 """A member that talks to us but is judged suspect or dead here is told so this often, until it refutes."""
 
-ROUND_TRIPS_KEPT = 8
-"""Round trips of a link of which the least counts: an event loop or a busy core only ever adds to one."""
+ROUND_TRIPS_KEPT = 60
+"""Round trips of a link, one a second, of which the least counts: a busy core or event loop only ever adds to one."""
+
+ROUND_TRIPS_NEEDED = 20
+"""Before that many the link counts as one of a LAN: while PCs fetch and compile, the first round trips are those of
+busy cores, and a plan made of them is a worse guess than none."""
 
 ROUND_TRIP_CHECK_S = 5.0
 """How often a node looks whether its published round trip still holds."""
@@ -378,7 +382,7 @@ class Membership:
         if now - self._round_trip_checked_at < ROUND_TRIP_CHECK_S:
             return
         self._round_trip_checked_at = now
-        known = [min(link.round_trips) for link in self._links.values() if link.round_trips]
+        known = [min(link.round_trips) for link in self._links.values() if len(link.round_trips) >= ROUND_TRIPS_NEEDED]
         if not known:
             return
         old, new = self._me.round_trip_ms, median(known)

@@ -41,6 +41,8 @@ from swarm.ring.membership import (
     HEARSAY_S,
     LOST_LINK_GRACE_S,
     ROUND_TRIP_CHECK_S,
+    ROUND_TRIPS_KEPT,
+    ROUND_TRIPS_NEEDED,
     SYNC_INTERVAL_S,
     Membership,
 )
@@ -588,15 +590,20 @@ def test_the_median_round_trip_is_published_when_it_moves() -> None:
     view = View()
     for number in (1, 2, 3):
         view.join(number)
+        for _ in range(ROUND_TRIPS_NEEDED - 1):
+            view.take(Heard(node(number), 0.4 if number < 3 else 50.0))
+    view.run(ROUND_TRIP_CHECK_S, 1, 2, 3)
+    assert view.machine.me.round_trip_ms == 0.0, "too few to know"
+    for number in (1, 2, 3):
         view.take(Heard(node(number), 0.4 if number < 3 else 50.0))
     view.run(ROUND_TRIP_CHECK_S, 1, 2, 3)
     assert view.machine.me.round_trip_ms == 0.4
     version = view.machine.me.version
-    for _ in range(20):
+    for _ in range(ROUND_TRIPS_KEPT):
         view.take(Heard(node(1), 1.1))
     view.run(ROUND_TRIP_CHECK_S, 1, 2, 3)
     assert view.machine.me.version == version, "a millisecond is noise"
-    for _ in range(20):
+    for _ in range(ROUND_TRIPS_KEPT):
         view.take(Heard(node(1), 30.0))
     view.run(ROUND_TRIP_CHECK_S, 1, 2, 3)
     assert view.machine.me.round_trip_ms == 30.0
