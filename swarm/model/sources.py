@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from swarm.model import gguf
-from swarm.model.convert import IR_FILES, REFUSED
+from swarm.model.convert import CONVERSION, IR_FILES, REFUSED
 from swarm.model.scratch import is_abandoned, owned_name
 from swarm.protocol.errors import DeadlineError, ModelError, StoreError, UsageError
 from swarm.protocol.messages import Phase
@@ -108,7 +108,7 @@ def acquire(source: Source, workdir: Path, progress: ProgressCallback) -> Path:
         else:
             assert source.path is not None
             file, key = source.path, _file_key(source.path)
-        target = workdir / "ir" / key
+        target = workdir / "ir" / f"{key}-{CONVERSION}"
         if not target.is_dir():
             made = scratch / "converted" / "ir"
             made.parent.mkdir()
