@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
+from swarm.model.convert import convert
 from swarm.model.scratch import owned_name
 from swarm.protocol.tensors import Array
 from tests.real_models import cache_directory, qwen_gguf, qwen_ir, smollm2_gguf, smollm2_ir
@@ -30,13 +33,22 @@ def smollm2() -> Path:
 
 
 def qwen() -> Path:
-    """Qwen2.5-Coder-1.5B-Instruct as its Q4_K_M GGUF has it: IR directory."""
+    """Qwen2.5-Coder-1.5B-Instruct, Q4_K_M: IR directory."""
     return qwen_ir(cache_directory())
 
 
 def gguf_file(model: str) -> Path:
     """What ``smollm2`` or ``qwen`` was made from."""
     return {"smollm2": smollm2_gguf, "qwen": qwen_gguf}[model](cache_directory())
+
+
+def as_written(model: str) -> Path:
+    """``smollm2`` or ``qwen`` with the weights just as openvino_genai takes them from the GGUF: IR directory."""
+    target = cache_directory() / "as-written" / model
+    if not target.is_dir():
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            pool.submit(convert, gguf_file(model), target, True).result()
+    return target
 
 
 def qwen_int4() -> Path:
@@ -46,7 +58,7 @@ def qwen_int4() -> Path:
         return target
     scratch = cache_directory() / "tmp" / owned_name()
     try:
-        requantize(qwen(), scratch)
+        requantize(as_written("qwen"), scratch)
         target.parent.mkdir(parents=True, exist_ok=True)
         scratch.replace(target)
     finally:

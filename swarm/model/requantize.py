@@ -1,8 +1,8 @@
 """Gives the 8-bit weights of an IR made from a GGUF a form that CPUs run at full speed.
 
-openvino_genai writes Q6_K as u8 in groups of 16 and Q8_0 as u8 in groups of 32, each group with a scale and a zero point.
-At one or two rows a weight then takes two to four times as long as an INT8 weight with one scale for its row (figures in
-docs/log.md). The 4-bit types become u4 in groups of 32, which is fast as it is: they are left alone, bit for bit.
+openvino_genai writes Q6_K as u8 in groups of 16 and Q8_0 as u8 in groups of 32, each group with a scale and a zero
+point. INT8 with one scale for a row is a third faster and smaller (figures in docs/log.md). The 4-bit types become u4
+in groups of 32, which is fast as it is: they are left alone, bit for bit.
 
 Everything is done element by element in f32, so the same IR gives the same bytes on every machine.
 """
