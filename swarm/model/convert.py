@@ -58,7 +58,7 @@ def convert(source: Path, target: Path, as_written: bool = False) -> None:
         lift_length_limit(made)
         config = configuration(header)
         if not as_written and (rewritten := _rewrite_weights(made, Path(scratch) / "rewritten")):
-            config["weights_int8_by_row"] = rewritten
+            config["weights_rewritten_int8"] = rewritten
         (made / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
         try:
             made.rename(target)

@@ -1,8 +1,8 @@
 """Gives the 8-bit weights of an IR made from a GGUF a form that CPUs run at full speed.
 
 openvino_genai writes Q6_K as u8 in groups of 16 and Q8_0 as u8 in groups of 32, each group with a scale and a zero
-point. INT8 with one scale for a row is a third faster and smaller (figures in docs/log.md). The 4-bit types become u4
-in groups of 32, which is fast as it is: they are left alone, bit for bit.
+point. INT8 without zero points in groups of 128 is smaller, takes half the time of the first, and is as good (see
+docs/log.md). The 4-bit types become u4 in groups of 32, which is fast as it is: they are left alone, bit for bit.
 
 Everything is done element by element in f32, so the same IR gives the same bytes on every machine.
 """
@@ -22,6 +22,9 @@ from swarm.protocol.tensors import Array
 
 Node: TypeAlias = Any
 """openvino.Node; its operators are not typed."""
+
+GROUPS = (128, 64, 32)
+"""Sizes of the new groups, the first that fits."""
 
 SLOW_GROUP = 32
 """Weights that share a scale; 8-bit ones in groups of up to as many are written anew."""
@@ -45,14 +48,14 @@ class Grouped:
 
 
 def requantize(source: Path, target: Path) -> int:
-    """Writes the model in the directory `source` to `target`: how many weights of it are INT8 by row now.
+    """Writes the model in the directory `source` to `target`: how many weights of it were changed.
 
     With none nothing is written. Working memory is that of the new weights and one block.
     """
     model = ov.Core().read_model(source / "openvino_model.xml")
     found = [weight for node in model.get_ordered_ops() if (weight := slow_weight(node)) is not None]
     for weight in found:
-        made = _by_row(weight)
+        made = _int8(weight)
         for use in list(weight.node.output(0).get_target_inputs()):
             use.replace_source_output(made.output(0))
     if found:
@@ -80,27 +83,36 @@ def slow_weight(node: Node) -> Grouped | None:
     return Grouped(node, values, zeros, scales)
 
 
-def int8_by_row(weight: Array) -> tuple[Array, Array]:
-    """f32 ``[out, in]`` to i8 ``[out, in]`` and f16 scales ``[out, 1]``, symmetric."""
-    scale = (np.abs(weight).max(-1, keepdims=True) / np.float32(127)).astype(np.float16)
-    scale[scale == 0] = np.finfo(np.float16).tiny  # a row of zeros
+def int8_symmetric(weight: Array, group: int) -> tuple[Array, Array]:
+    """f32 ``[out, in]`` to i8 ``[out, groups, group]`` and f16 scales ``[out, groups, 1]``."""
+    grouped = weight.reshape(len(weight), -1, group)
+    scale = (np.abs(grouped).max(-1, keepdims=True) / np.float32(127)).astype(np.float16)
+    scale[scale == 0] = np.finfo(np.float16).tiny  # a group of zeros
     # The rounded scale may be a little too small for the largest value.
-    return np.clip(np.rint(weight / scale.astype(np.float32)), -127, 127).astype(np.int8), scale
+    return np.clip(np.rint(grouped / scale.astype(np.float32)), -127, 127).astype(np.int8), scale
 
 
-def _by_row(weight: Grouped) -> Node:
-    rows, groups, group = weight.values.get_output_shape(0)
+def group_of(columns: int) -> int:
+    """The largest of `GROUPS` that divides a row, or the row itself."""
+    return next((group for group in GROUPS if columns % group == 0), columns)
+
+
+def _int8(weight: Grouped) -> Node:
+    rows, groups, old_group = weight.values.get_output_shape(0)
+    columns = groups * old_group
+    group = group_of(columns)
     # Tensors of their own memory: a constant made from one over a numpy array does not keep the array alive.
-    values = ov.Tensor(ov.Type.i8, ov.Shape([rows, groups * group]))
-    scales = ov.Tensor(ov.Type.f16, ov.Shape([rows, 1]))
+    values = ov.Tensor(ov.Type.i8, ov.Shape([rows, columns // group, group]))
+    scales = ov.Tensor(ov.Type.f16, ov.Shape([rows, columns // group, 1]))
     for span, block in _blocks(weight):
-        values.data[span], scales.data[span] = int8_by_row(block)
+        values.data[span], scales.data[span] = int8_symmetric(block, group)
     name = weight.node.get_friendly_name()
     # Names are given here: those that OpenVINO gives count on through a process, and the bytes of the IR with them.
     integers = ops.constant(values, name=f"{name}/int8")
     factors = ops.constant(scales, name=f"{name}/scale")
     scaled = ops.multiply(ops.convert(integers, "f16", name=f"{name}/f16"), factors, name=f"{name}/scaled")
-    return ops.convert(scaled, "f32", name=name)
+    shape = ops.constant(np.array([rows, columns], np.int64), name=f"{name}/shape")
+    return ops.convert(ops.reshape(scaled, shape, False, name=f"{name}/rows"), "f32", name=name)
 
 
 def _blocks(weight: Grouped) -> Iterator[tuple[slice, Array]]:

@@ -1,4 +1,4 @@
-"""8-bit weights of a converted GGUF become INT8 by row, everything else stays bit for bit."""
+"""8-bit weights of a converted GGUF become INT8 in groups of 128, everything else stays bit for bit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from swarm.engine.selftest import Chain, segment
 from swarm.model.convert import convert
-from swarm.model.requantize import int8_by_row, requantize
+from swarm.model.requantize import group_of, int8_symmetric, requantize
 from swarm.protocol.messages import RowKind
 from swarm.protocol.tensors import Array
 from tests.engine.chains import published
@@ -51,22 +51,26 @@ def logits_of(ir: Path, root: Path) -> Array:
     return chain.run([segment(1, 0, PROMPT, len(PROMPT))])[1]
 
 
-@given(st.integers(1, 5), st.integers(1, 80), st.integers(0, 2**32 - 1), st.floats(-6, 4))
-def test_int8_is_within_half_a_step(rows: int, columns: int, seed: int, magnitude: float) -> None:
-    weight = (np.random.default_rng(seed).normal(0, 1, (rows, columns)) * 10**magnitude).astype(np.float32)
-    values, scale = int8_by_row(weight)
-    assert (str(values.dtype), values.shape) == ("int8", weight.shape)
-    assert (str(scale.dtype), scale.shape) == ("float16", (rows, 1))
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 40), st.integers(0, 2**32 - 1), st.floats(-6, 4))
+def test_int8_is_within_half_a_step(rows: int, groups: int, group: int, seed: int, magnitude: float) -> None:
+    weight = (np.random.default_rng(seed).normal(0, 1, (rows, groups * group)) * 10**magnitude).astype(np.float32)
+    values, scale = int8_symmetric(weight, group)
+    assert (str(values.dtype), values.shape) == ("int8", (rows, groups, group))
+    assert (str(scale.dtype), scale.shape) == ("float16", (rows, groups, 1))
     # The scale itself is rounded: to 11 bits, and to multiples of 6e-8 where it is very small.
     step = scale.astype(np.float32)
     slack = np.maximum(127 * step * 2**-11, 127 * 6e-8)
-    assert (np.abs(values * step - weight) <= step * 0.501 + slack).all()
+    assert (np.abs(values * step - weight.reshape(values.shape)) <= step * 0.501 + slack).all()
 
 
-def test_a_row_of_zeros_stays_zero() -> None:
-    values, scale = int8_by_row(np.zeros((2, 32), np.float32))
+def test_a_group_of_zeros_stays_zero() -> None:
+    values, scale = int8_symmetric(np.zeros((2, 32), np.float32), 32)
     assert not (values * scale).any()
     assert np.isfinite(scale).all()
+
+
+def test_groups_divide_the_row() -> None:
+    assert [group_of(columns) for columns in (8960, 576, 96, 100)] == [128, 64, 32, 100]
 
 
 @pytest.mark.parametrize("code", [Q6_K, Q8_0])
@@ -74,7 +78,7 @@ def test_eight_bit_weights_are_rewritten(code: int, tmp_path: Path) -> None:
     before, after = converted(code, tmp_path, as_written=True), converted(code, tmp_path)
     assert weights_of(before) == {"u8": MATRICES}
     assert weights_of(after) == {"i8": MATRICES}
-    assert json.loads((after / "config.json").read_text(encoding="utf-8"))["weights_int8_by_row"] == MATRICES
+    assert json.loads((after / "config.json").read_text(encoding="utf-8"))["weights_rewritten_int8"] == MATRICES
     first, second = logits_of(before, tmp_path / "before"), logits_of(after, tmp_path / "after")
     assert np.corrcoef(first.ravel(), second.ravel())[0, 1] > 0.999
 
