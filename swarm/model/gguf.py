@@ -88,6 +88,10 @@ _KNOWN_TENSOR = re.compile(
     r"|blk\.\d+\.(attn_q|attn_k|attn_v|attn_output|ffn_gate|ffn_up|ffn_down)\.(weight|bias)"
 )
 _OTHER_WAY = "Take another quantization of the model, or an OpenVINO IR directory of it."
+_OTHER_TYPE = (
+    "Take the model's Q4_K_M, Q4_0 or Q8_0 file, or make one with llama.cpp: "
+    "llama-quantize --allow-requantize THIS.gguf NEW.gguf Q8_0"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,9 +182,8 @@ def check_convertible(header: Header, label: str) -> None:
         if _KNOWN_TENSOR.fullmatch(tensor.name) is None:
             raise _unsupported(label, "tensor", "those of a plain decoder", tensor.name[:80])
         if tensor.type not in MATRIX_TYPES and not (tensor.type == "F32" and len(tensor.shape) == 1):
-            raise _unsupported(
-                label, "tensor type", f"one of {', '.join(MATRIX_TYPES)}", f"{tensor.type} ({tensor.name})"
-            )
+            expected, found = f"one of {', '.join(MATRIX_TYPES)}", f"{tensor.type} ({tensor.name})"
+            raise _unsupported(label, "tensor type", expected, found, _OTHER_TYPE)
 
 
 class _Reader:
@@ -288,5 +291,5 @@ def _broken(problem: str, expected: str, found: str) -> UsageError:
     return UsageError(problem, expected=expected, found=found, action="Fetch the file again: it is damaged.")
 
 
-def _unsupported(label: str, what: str, expected: str, found: str) -> UsageError:
-    return UsageError(f"{label}: unsupported {what}", expected=expected, found=found, action=_OTHER_WAY)
+def _unsupported(label: str, what: str, expected: str, found: str, action: str = _OTHER_WAY) -> UsageError:
+    return UsageError(f"{label}: unsupported {what}", expected=expected, found=found, action=action)

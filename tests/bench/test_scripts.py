@@ -38,6 +38,14 @@ def test_shards() -> None:
 
 @pytest.mark.model
 @pytest.mark.slow
+def test_gguf() -> None:
+    figures = run_quickly("bench.gguf", "--model", "smollm2")
+    assert {"smollm2_before_ms", "smollm2_after_ms"} <= figures.keys()
+    assert figures["smollm2_perplexity_ratio"] == pytest.approx(1.0, abs=0.05)
+
+
+@pytest.mark.model
+@pytest.mark.slow
 def test_two_nodes() -> None:
     figures = run_quickly("bench.two_nodes", "--model", "smollm2", "--users", "1")
     assert figures["smollm2_two_nodes_one_user"] > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swarm.engine.devices import profile
 from swarm.engine.selftest import Chain, segment
 from swarm.model.convert import convert
 from swarm.model.requantize import group_of, int8_symmetric, requantize
@@ -35,13 +37,15 @@ def converted(code: int, directory: Path, *, as_written: bool = False) -> Path:
     return target
 
 
-def weights_of(ir: Path) -> dict[str, int]:
-    """How many constants of a matrix's size there are of each type."""
-    found: dict[str, int] = {}
+def matrices(ir: Path) -> list[tuple[str, int]]:
+    """Type and size of a group of each; for those without groups, of a row."""
+    found = []
     for node in ov.Core().read_model(ir / "openvino_model.xml").get_ops():
-        if node.get_type_name() == "Constant" and np.prod(node.get_output_shape(0)) >= 256 * 256:
-            kind = node.get_output_element_type(0).get_type_name()
-            found[kind] = found.get(kind, 0) + 1
+        if node.get_type_name() == "Constant":
+            shape = node.get_output_shape(0)
+            # The last axis of scales and zero points is 1.
+            if np.prod(shape) >= 256 * 256 and shape[-1] > 1:
+                found.append((node.get_output_element_type(0).get_type_name(), shape[-1]))
     return found
 
 
@@ -76,8 +80,8 @@ def test_groups_divide_the_row() -> None:
 @pytest.mark.parametrize("code", [Q6_K, Q8_0])
 def test_eight_bit_weights_are_rewritten(code: int, tmp_path: Path) -> None:
     before, after = converted(code, tmp_path, as_written=True), converted(code, tmp_path)
-    assert weights_of(before) == {"u8": MATRICES}
-    assert weights_of(after) == {"i8": MATRICES}
+    assert matrices(before) == [("u8", 16 if code == Q6_K else 32)] * MATRICES
+    assert matrices(after) == [("i8", 128)] * MATRICES
     assert json.loads((after / "config.json").read_text(encoding="utf-8"))["weights_rewritten_int8"] == MATRICES
     first, second = logits_of(before, tmp_path / "before"), logits_of(after, tmp_path / "after")
     assert np.corrcoef(first.ravel(), second.ravel())[0, 1] > 0.999
@@ -101,6 +105,19 @@ def test_the_same_file_gives_the_same_bytes(tmp_path: Path) -> None:
         files = sorted((tmp_path / name).iterdir())
         digests.append([hashlib.sha256(file.read_bytes()).hexdigest() for file in files])
     assert digests[0] == digests[1]
+
+
+@pytest.mark.parametrize("code", [Q4_0, Q4_1, Q4_K, Q6_K, Q8_0])
+def test_no_group_of_weights_is_smaller_than_one_of_activations(code: int, tmp_path: Path) -> None:
+    """Where one is, the plugin leaves out the quantization of activations, and a token takes twice as long."""
+    smallest = min(group for _, group in matrices(converted(code, tmp_path)))
+    assert smallest >= profile("CPU").properties["DYNAMIC_QUANTIZATION_GROUP_SIZE"]
+
+
+@pytest.mark.large
+def test_a_real_model(qwen_ir: Path) -> None:
+    assert json.loads((qwen_ir / "config.json").read_text(encoding="utf-8"))["weights_rewritten_int8"] == 29
+    assert Counter(matrices(qwen_ir)) == {("u4", 32): 169, ("i8", 128): 29}
 
 
 @pytest.mark.parametrize("code", [Q4_K, Q6_K])

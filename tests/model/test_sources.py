@@ -226,6 +226,14 @@ def test_a_place_that_cannot_be_written(tiny_gguf: Path, tmp_path: Path) -> None
         acquire(resolve(str(tiny_gguf)), tmp_path / "file", Recorder())
 
 
+def test_what_an_older_version_made_is_made_anew(
+    tiny_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = acquire(resolve(str(tiny_gguf)), tmp_path, Recorder())
+    monkeypatch.setattr(sources, "CONVERSION", sources.CONVERSION + 1)
+    assert acquire(resolve(str(tiny_gguf)), tmp_path, Recorder()) != first
+
+
 # --- the embedded default, from a package made here -------------------------------------------------------------------
 
 
