@@ -16,7 +16,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -25,7 +24,7 @@ import openvino as ov
 
 from bench import models
 from bench.report import cores, on_core, ratios, report, spread
-from swarm.engine import devices
+from swarm.engine.devices import weight_group
 from swarm.engine.paged import PagedEngine
 from swarm.engine.selftest import segment
 from swarm.model.cut import cut
@@ -111,12 +110,10 @@ def engine_of(version: str, ir: Path) -> PagedEngine:
     model = ov.Core().read_model(ir / "openvino_model.xml")
     layers = map_layers(Graph.of(model)).layers
     vocabulary = model.output(0).get_partial_shape()[2].get_length()
-    profile = devices.profile("CPU")
-    if version == "before":
-        changed = profile.properties | {"DYNAMIC_QUANTIZATION_GROUP_SIZE": _GROUP_BEFORE}
-        profile = replace(profile, properties=changed)
-    with patch("swarm.engine.paged.profile", lambda _device: profile):
-        return PagedEngine(Shard(cut(model, 0, layers)), "CPU", _KV_TOKENS, vocabulary, threads=1)
+    shard = Shard(cut(model, 0, layers))
+    group = _GROUP_BEFORE if version == "before" else weight_group(shard.model)
+    with patch("swarm.engine.paged.weight_group", lambda _model: group):
+        return PagedEngine(shard, "CPU", _KV_TOKENS, vocabulary, threads=1)
 
 
 def engine_step(engine: PagedEngine) -> Callable[[], None]:

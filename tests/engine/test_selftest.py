@@ -38,9 +38,6 @@ def test_rule_2_a_window_as_one_subsequence_changes_the_bits(monkeypatch: pytest
 
 
 def test_rule_3_a_forward_of_one_row_changes_the_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    # With it, matrices of this model have one kernel for any number of rows; other weights never have it.
-    monkeypatch.setitem(devices.profile("CPU").properties, "DYNAMIC_QUANTIZATION_GROUP_SIZE", 0)
-    assert run().exact
     monkeypatch.setattr(paged, "MIN_ROWS", 1)
     assert max(run().differences.values()) > 0
 
