@@ -23,8 +23,6 @@ RESULTS = Path(__file__).parent / "results"
 ROUNDS = 5
 """Counted rounds at least, after one for warming up."""
 
-_BREATHE_S = 1.0
-
 T = TypeVar("T")
 
 
@@ -54,13 +52,14 @@ def first_in_line(wanted: bool, processes: Sequence[int] = ()) -> Iterator[None]
     For a machine that others use at the same time. Linux, as root; raises ``PermissionError`` for others.
     """
     found = [psutil.Process(), *map(psutil.Process, processes)] if wanted else []
+    began = time.perf_counter()
     _schedule(found, realtime=True)
     try:
         yield
     finally:
         _schedule(found, realtime=False)
     if wanted:
-        time.sleep(_BREATHE_S)  # the others' turn
+        time.sleep((time.perf_counter() - began) / 2)  # the others' turn
 
 
 def _schedule(processes: Sequence[psutil.Process], *, realtime: bool) -> None:

@@ -11,7 +11,12 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cache, partial
+from importlib.util import find_spec
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TypeAlias
 
@@ -20,7 +25,7 @@ import openvino as ov
 import openvino_genai
 
 from bench import models
-from bench.report import cores, first_in_line, on_core, percentile, ratios, report, spread
+from bench.report import cores, first_in_line, on_core, percentile, pin, ratios, report, spread
 from swarm.engine.paged import PagedEngine
 from swarm.engine.selftest import Chain, segment
 from swarm.model.cut import cut
@@ -35,6 +40,8 @@ TOKENS = 128
 
 ROWS = (1, 2, 4, 8, 16, 32)
 _CONTEXT, _LONG_CONTEXT = 96, 2000
+_STAGES = {"whole": 1, "stages2": 2, "stages3": 3}
+_PARTIES = ("genai", *_STAGES, "llama.cpp")
 _PREFIX = {"qwen": "", "smollm2": "smollm2_"}
 
 
@@ -69,7 +76,7 @@ def main() -> None:
     tokens = 12 if arguments.quick else arguments.tokens
     figures: dict[str, float] = {}
     for model in chosen:
-        found = on_core(cores()[-1], measure, model, tokens, arguments.quick, arguments.first)
+        found = measure(model, tokens, arguments.quick, arguments.first)
         figures |= {_PREFIX[model] + name: value for name, value in found.items()}
     settings = {
         "models": chosen,
@@ -82,30 +89,47 @@ def main() -> None:
 
 
 def measure(model: str, tokens: int, quick: bool, first: bool) -> dict[str, float]:
-    """All figures of one model; in a process that runs on one core."""
+    """All figures of one model."""
     ir = models.qwen_int4() if model == "qwen" else models.smollm2()
+    gguf = models.gguf_file(model)
     tokenizer = openvino_genai.Tokenizer(str(ir))
     prompts = {name: tokenizer.encode(text).input_ids.data[0].tolist() for name, text in PROMPTS.items()}
     if quick:
         prompts = dict(list(prompts.items())[:2])
-    parties = {
-        "genai": genai(ir),
-        "whole": ours(ir, 1),
-        "stages2": ours(ir, 2),
-        "stages3": ours(ir, 3),
-    }
-    if (llama := llama_cpp(models.gguf_file(model))) is not None:
-        parties["llama.cpp"] = llama
-    answers, difference = answer_all(parties, prompts, tokens, first)
+    core = cores()[-1]
+    with ExitStack() as stack:
+        parties: dict[str, Party] = {}
+        for name in _PARTIES if find_spec("llama_cpp") else _PARTIES[:-1]:
+            # A process each: how fast one is also depends on where its weights came to lie in memory.
+            pool = stack.enter_context(ProcessPoolExecutor(1, get_context("spawn"), pin, (core,)))
+            parties[name] = partial(_ask, pool, name, ir, gguf, first)
+        answers, difference = answer_all(parties, prompts, tokens)
     show(model, answers)
-    figures = compare(answers)
-    figures["logits_max_diff"] = difference
-    parties.clear()
-    return figures | row_costs(ir, quick, first)
+    return compare(answers) | {"logits_max_diff": difference} | on_core(core, row_costs, ir, quick, first)
+
+
+def _ask(
+    pool: ProcessPoolExecutor, name: str, ir: Path, gguf: Path, first: bool, ids: list[int], tokens: int
+) -> Answer:
+    return pool.submit(_answer, name, ir, gguf, first, ids, tokens).result()
+
+
+def _answer(name: str, ir: Path, gguf: Path, first: bool, ids: list[int], tokens: int) -> Answer:
+    """In the party's process."""
+    party = _party(name, ir, gguf)
+    with first_in_line(first):
+        return party(ids, tokens)
+
+
+@cache
+def _party(name: str, ir: Path, gguf: Path) -> Party:
+    if name == "genai":
+        return genai(ir)
+    return llama_cpp(gguf) if name == "llama.cpp" else ours(ir, _STAGES[name])
 
 
 def answer_all(
-    parties: dict[str, Party], prompts: dict[str, list[int]], tokens: int, first: bool
+    parties: dict[str, Party], prompts: dict[str, list[int]], tokens: int
 ) -> tuple[dict[str, list[Answer]], float]:
     """Each prompt by each party in turns, after a warm-up; and how far a chain's logits are from the whole model's."""
     difference = 0.0
@@ -114,8 +138,7 @@ def answer_all(
         party(next(iter(prompts.values())), 8)
     for title, ids in prompts.items():
         for name, party in parties.items():
-            with first_in_line(first):
-                answers[name].append(party(ids, tokens))
+            answers[name].append(party(ids, tokens))
             print(f"{title:16} {name:10} {answers[name][-1].rate:7.2f} tok/s", file=sys.stderr, flush=True)
         for name in ("stages2", "stages3"):
             ours, whole = answers[name][-1], answers["whole"][-1]
@@ -180,17 +203,14 @@ def genai(ir: Path) -> Party:
     return answer
 
 
-def llama_cpp(gguf: Path) -> Party | None:
-    """llama.cpp on the GGUF itself, one thread; None where llama-cpp-python is not installed."""
-    try:
-        from llama_cpp import Llama  # type: ignore[import-not-found, unused-ignore]  # no dependency
-    except ImportError:
-        print("llama-cpp-python is not installed: no solo_vs_llamacpp", file=sys.stderr)
-        return None
+def llama_cpp(gguf: Path) -> Party:
+    """llama.cpp on the GGUF itself, one thread."""
+    from llama_cpp import Llama  # type: ignore[import-not-found, unused-ignore]  # no dependency
+
     model = Llama(str(gguf), n_ctx=1024, n_threads=1, n_threads_batch=1, verbose=False)
 
     def answer(ids: list[int], tokens: int) -> Answer:
-        model.reset()
+        model.reset()  # type: ignore[no-untyped-call, unused-ignore]
         began, times = time.perf_counter(), []
         for _ in model.generate(ids, temp=0.0):
             times.append(time.perf_counter())

@@ -92,7 +92,13 @@ def main() -> None:
         figures[f"{name}_tpot_ms"] = statistics.median(tpot_ms)
         figures[f"{name}_tpot_p95_ms"] = percentile(tpot_ms, 0.95)
         print(f"two nodes, {count} users: {spread(times)} of one PC")
-    settings = {"model": arguments.model, "rounds": rounds, "tokens": tokens, "stages": stages}
+    settings = {
+        "model": arguments.model,
+        "rounds": rounds,
+        "tokens": tokens,
+        "first": arguments.first,
+        "stages": stages,
+    }
     figures = {prefix + name: value for name, value in figures.items()}
     report("two_nodes", figures, settings, keep=not arguments.quick)
 
