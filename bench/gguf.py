@@ -24,10 +24,10 @@ import openvino as ov
 
 from bench import models
 from bench.report import cores, on_core, ratios, report, spread
-from swarm.engine.devices import weight_group
 from swarm.engine.paged import PagedEngine
 from swarm.engine.selftest import segment
 from swarm.model.cut import cut
+from swarm.model.grouping import weight_group, weights_of_graph
 from swarm.model.layers import Graph, map_layers
 from swarm.model.shard import Shard
 from swarm.model.tokenizer import Tokenizer
@@ -111,8 +111,8 @@ def engine_of(version: str, ir: Path) -> PagedEngine:
     layers = map_layers(Graph.of(model)).layers
     vocabulary = model.output(0).get_partial_shape()[2].get_length()
     shard = Shard(cut(model, 0, layers))
-    group = _GROUP_BEFORE if version == "before" else weight_group(shard.model)
-    with patch("swarm.engine.paged.weight_group", lambda _model: group):
+    group = _GROUP_BEFORE if version == "before" else weight_group(weights_of_graph(shard.model))
+    with patch("swarm.engine.paged.weight_group", lambda _weights: group):
         return PagedEngine(shard, "CPU", _KV_TOKENS, vocabulary, threads=1)
 
 

@@ -22,9 +22,10 @@ from openvino._offline_transformations import paged_attention_transformation
 
 from swarm.engine.base import Output, check_rows
 from swarm.engine.blocks import BlockPool, BlockTable
-from swarm.engine.devices import profile, weight_group
+from swarm.engine.devices import profile
 from swarm.engine.sampling import draw
 from swarm.model.cut import HIDDEN_INPUT, LOGITS_OUTPUT
+from swarm.model.grouping import weight_group, weights_of_graph
 from swarm.model.layers import TOKENS_INPUT
 from swarm.model.shard import Shard
 from swarm.protocol.errors import CapacityError, DeviceError
@@ -60,7 +61,7 @@ class PagedEngine:
         self._hidden_size = 0 if self._first else _hidden_size(model)
         properties = dict(settings.properties)
         if device == "CPU":
-            properties["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = weight_group(model)
+            properties["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = shard.group or weight_group(weights_of_graph(model))
             if threads is not None:
                 properties["INFERENCE_NUM_THREADS"] = threads
         try:

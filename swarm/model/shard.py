@@ -11,6 +11,7 @@ import openvino as ov
 from openvino import opset13 as ops
 
 from swarm.model.cut import cut
+from swarm.model.grouping import weight_group, weights_of_manifest
 from swarm.model.manifest import Manifest, TensorRef
 from swarm.model.store import Store
 from swarm.protocol.errors import ModelError
@@ -23,6 +24,8 @@ class Shard:
 
     model: ov.Model
     weights: tuple[Array, ...] = ()
+    group: int = 0
+    """As `grouping.weight_group` of the whole model, so that all its shards compute alike; 0: that of `model`."""
 
 
 def load_shard(manifest: Manifest, store: Store, start: int, end: int) -> Shard:
@@ -49,7 +52,7 @@ def load_shard(manifest: Manifest, store: Store, start: int, end: int) -> Shard:
             target.replace_source_output(constant.output(0))
         model.remove_parameter(parameter)
     model.validate_nodes_and_infer_types()
-    return Shard(model, tuple(weights))
+    return Shard(model, tuple(weights), weight_group(weights_of_manifest(manifest)))
 
 
 def _read_graph(packed: bytes) -> ov.Model:

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.engine.devices import weight_group
 from swarm.engine.selftest import Chain, segment
 from swarm.model.convert import convert
+from swarm.model.grouping import weight_group, weights_of_graph
 from swarm.model.requantize import group_of, int8_symmetric, requantize
 from swarm.protocol.messages import RowKind
 from swarm.protocol.tensors import Array
@@ -112,7 +112,7 @@ def test_no_group_of_weights_is_smaller_than_one_of_activations(code: int, tmp_p
     """Where one is, the plugin leaves out the quantization of activations, and a token takes twice as long."""
     ir = converted(code, tmp_path)
     smallest = min(group for _, group in matrices(ir))
-    assert smallest >= weight_group(ov.Core().read_model(ir / "openvino_model.xml"))
+    assert smallest >= weight_group(weights_of_graph(ov.Core().read_model(ir / "openvino_model.xml")))
 
 
 @pytest.mark.large
