@@ -57,6 +57,10 @@ class Manifest:
     head: BlobRef
     tied: bool
     """The head reads weights of the embedding's blob too."""
+    revision: str = ""
+    """Commit of the source on the Hugging Face hub; empty where it did not come from there."""
+    quantization: str = ""
+    """How most of the weights are kept: ``Q4_K`` for a GGUF file's type, ``u4`` for OpenVINO's."""
 
     def weights(self, start: int, end: int) -> list[BlobRef]:
         """The weight blobs that layers ``[start, end)`` need, each once."""
@@ -136,6 +140,8 @@ def _read(raw: dict[str, Any]) -> Manifest:
         layers=tuple(_blob(value) for value in raw["layers"]),
         head=_blob(raw["head"]),
         tied=raw["tied"] is True,
+        revision=_text(raw.get("revision", "")),
+        quantization=_text(raw.get("quantization", "")),
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -35,10 +36,20 @@ KV_BYTES = 2
 """The cache is f16 (see `engine.paged`)."""
 
 
-def publish(ir: Path, store: Store, name: str, source: str, on_progress: Callable[[int, int], None]) -> BlobId:
+def publish(
+    ir: Path,
+    store: Store,
+    name: str,
+    source: str,
+    on_progress: Callable[[int, int], None],
+    *,
+    revision: str = "",
+    quantization: str = "",
+) -> BlobId:
     """Put the IR in directory `ir` into the store; the id of its manifest. Blocking; seconds per GB.
 
-    `on_progress(done, total)` counts bytes of weights. Raises `UnsupportedModelError` for a graph that cannot be cut
+    `on_progress(done, total)` counts bytes of weights. Where `quantization` is not given, the manifest names the type
+    that most bytes of the layers have. Raises `UnsupportedModelError` for a graph that cannot be cut
     and `StoreError` for a full disk.
     """
     model = ov.Core().read_model(ir / "openvino_model.xml")
@@ -76,6 +87,8 @@ def publish(ir: Path, store: Store, name: str, source: str, on_progress: Callabl
         layers=tuple(blobs[1:-1]),
         head=blobs[-1],
         tied=tied,
+        revision=revision,
+        quantization=quantization or _main_type(blobs[1:-1]),
     )
     identity = store.put_bytes(manifest.encode())
     store.mark_manifest(identity, name, source)
@@ -166,6 +179,15 @@ def _write_graph(store: Store, model: ov.Model) -> BlobRef:
 
 def _put(store: Store, data: bytes) -> BlobRef:
     return BlobRef(store.put_bytes(data), len(data))
+
+
+def _main_type(layers: Iterable[BlobRef]) -> str:
+    """The element type of most bytes of weights; empty for layers without large weights."""
+    sizes: Counter[str] = Counter()
+    for layer in layers:
+        for tensor in layer.tensors:
+            sizes[tensor.type] += tensor.bytes
+    return sizes.most_common(1)[0][0] if sizes else ""
 
 
 def _kv_bytes_per_token(graph: Graph, layer_map: LayerMap) -> tuple[int, ...]:

@@ -43,8 +43,15 @@ def raw(**changes: Any) -> bytes:
 
 
 def test_a_manifest_comes_back_as_it_was() -> None:
-    for manifest in (MANIFEST, replace(MANIFEST, tied=True, source="", name="ü")):
+    pinned = replace(MANIFEST, revision="0123456789abcdef0123456789abcdef01234567", quantization="Q4_K")
+    for manifest in (MANIFEST, replace(MANIFEST, tied=True, source="", name="ü"), pinned):
         assert Manifest.decode(manifest.encode()) == manifest
+
+
+def test_a_manifest_from_before_revisions_is_read() -> None:
+    old = cbor2.loads(MANIFEST.encode())
+    del old["revision"], old["quantization"]
+    assert Manifest.decode(cbor2.dumps(old)) == MANIFEST
 
 
 def test_the_same_manifest_is_the_same_bytes() -> None:

@@ -152,6 +152,17 @@ def test_the_context_is_the_models_own(tmp_path: Path, config: str, expected: in
     assert published(ir, tmp_path / "store").manifest.context_tokens == expected
 
 
+def test_revision_and_quantization_are_kept(ir: Path, untied: Published, tmp_path: Path) -> None:
+    sizes: dict[str, int] = {}
+    for tensor in (tensor for layer in untied.manifest.layers for tensor in layer.tensors):
+        sizes[tensor.type] = sizes.get(tensor.type, 0) + tensor.bytes
+    assert untied.manifest.quantization == max(sizes, key=lambda kind: sizes[kind])
+    store = opened(tmp_path)
+    identity = publish(ir, store, "tiny", "", lambda *_: None, revision="abc", quantization="Q4_K")
+    manifest = Manifest.decode(store.read(identity))
+    assert (manifest.revision, manifest.quantization) == ("abc", "Q4_K")
+
+
 def test_a_graph_that_cannot_be_cut_is_not_published(tmp_path: Path) -> None:
     ir = write_tiny_ir(tmp_path / "ir", 2)
     model = ov.Core().read_model(ir / "openvino_model.xml")
