@@ -19,13 +19,10 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 from swarm.model import gguf
+from swarm.model.files import IR_FILES
 from swarm.model.requantize import requantize
-from swarm.model.tokenizer import TOKENIZER_IRS
 from swarm.protocol.errors import SwarmError, UsageError
 from swarm.protocol.limits import MAX_CONTEXT_TOKENS
-
-IR_FILES = ("openvino_model.xml", "openvino_model.bin", *TOKENIZER_IRS)
-"""A whole IR directory of a language model."""
 
 CONVERSION = 2
 """One more whenever the same file begins to give other bytes: what an older program made is then made anew."""

@@ -186,6 +186,14 @@ def check_convertible(header: Header, label: str) -> None:
             raise _unsupported(label, "tensor type", expected, found, _OTHER_TYPE)
 
 
+def quantization(header: Header) -> str:
+    """The type that most bytes of the weights have."""
+    sizes: Counter[str] = Counter()
+    for tensor in header.tensors:
+        sizes[tensor.type] += tensor.bytes
+    return sizes.most_common(1)[0][0] if sizes else ""
+
+
 class _Reader:
     """Takes bytes in order and never past the end of the file."""
 

@@ -15,27 +15,9 @@ from typing import Any
 import cbor2
 import openvino_genai
 
+from swarm.model.files import TOKENIZER_FILES, TOKENIZER_IRS
 from swarm.protocol.errors import ModelError, UsageError
 from swarm.protocol.limits import MAX_CONTEXT_TOKENS
-
-TOKENIZER_IRS = (
-    "openvino_tokenizer.xml",
-    "openvino_tokenizer.bin",
-    "openvino_detokenizer.xml",
-    "openvino_detokenizer.bin",
-)
-"""Without these there is no tokenizer."""
-
-TOKENIZER_FILES = (
-    *TOKENIZER_IRS,
-    "config.json",
-    "generation_config.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.json",
-    "chat_template.jinja",
-)
-"""All that a tokenizer is made of; the configurations where the model has them."""
 
 MAX_PACKED_BYTES = 512 * 1024 * 1024
 """All files of one tokenizer. The largest known, of 262,144 tokens, takes 40 MB."""

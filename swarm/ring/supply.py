@@ -12,9 +12,10 @@ from pathlib import Path
 import anyio.from_thread
 import anyio.to_thread
 
+from swarm.model.exporting import export_checkpoint
 from swarm.model.manifest import BlobRef, Manifest
 from swarm.model.publish import publish
-from swarm.model.sources import Source, acquire, resolve
+from swarm.model.sources import Source, acquire, pin, resolve
 from swarm.model.store import Store
 from swarm.model.tokenizer import Tokenizer, unpack
 from swarm.protocol.errors import ModelError, StoreError, SwarmError
@@ -85,10 +86,16 @@ async def acquire_model(wanted: str, store: Store, report: Report) -> BlobId:
 
     def work() -> BlobId:
         workdir = store.root / "work"
-        ir = acquire(source, workdir, meter.progress)
-        model = publish(ir, store, source.name, source.spec, partial(meter.progress, Phase.CONVERT, source.name))
-        if ir.is_relative_to(workdir):  # ours, and all of it is in the store now
-            shutil.rmtree(ir, ignore_errors=True)
+        pinned = pin(source, lambda: meter.progress(Phase.DOWNLOAD, source.name, 0, 0))
+        made = acquire(pinned, workdir, meter.progress)
+        convert = partial(meter.progress, Phase.CONVERT, pinned.name)
+        if pinned.is_checkpoint:
+            model = export_checkpoint(made, pinned, store, workdir, convert)
+        else:
+            marks = {"revision": pinned.revision, "quantization": pinned.quantization}
+            model = publish(made, store, pinned.name, pinned.spec, convert, **marks)
+        if made.is_relative_to(workdir):  # ours, and all of it is in the store now
+            shutil.rmtree(made, ignore_errors=True)
         return model
 
     return await anyio.to_thread.run_sync(work)

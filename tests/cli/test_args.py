@@ -207,9 +207,8 @@ def test_a_bad_variable(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 @pytest.mark.usefixtures("home")
 def test_a_directory_that_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = refusal(["--model", str(tmp_path)], capsys)
-    assert "is not an OpenVINO IR of a language model" in line
-    assert "no openvino_model.xml" in line
-    assert "optimum-cli" in line
+    assert "holds no model that can be used; expected an OpenVINO IR" in line
+    assert "found no files" in line
 
 
 @pytest.mark.usefixtures("home")

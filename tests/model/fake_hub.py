@@ -1,0 +1,134 @@
+"""A small HTTP server that speaks what is asked of the Hugging Face hub for models: their listing and their files."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+_API = re.compile(r"/api/models/([^/]+/[^/?]+)(?:/revision/([^?]+))?(?:\?.*)?")
+_FILE = re.compile(r"/([^/]+/[^/]+)/resolve/([^/]+)/([^?]+)(?:\?.*)?")
+
+
+@dataclass
+class Repository:
+    files: dict[str, bytes]
+    token: str = ""
+    """Who may read its files; everybody where it is empty."""
+    private: bool = False
+    """Without the token not even its name is told."""
+    lies: dict[str, bytes] = field(default_factory=dict)
+    """What is sent in place of a file."""
+
+
+class FakeHub:
+    """The hub at `endpoint`, with the models of `repositories`."""
+
+    def __init__(self) -> None:
+        self.repositories: dict[str, Repository] = {}
+        self.requests: list[tuple[str, str]] = []
+        """(path, range) of every request."""
+        self.cut_after: int | None = None
+        """Connections for files end after this many bytes, while it is set."""
+        self.endpoint = ""
+
+    def sent(self, name: str) -> list[str]:
+        """The ranges of a file that were asked for."""
+        return [span for path, span in self.requests if path.endswith(f"/{name}")]
+
+    @contextlib.contextmanager
+    def serving(self) -> Iterator[FakeHub]:
+        hub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                hub.requests.append((self.path, self.headers.get("Range", "")))
+                _answer(hub, self, whole=True)
+
+            def do_HEAD(self) -> None:
+                hub.requests.append((self.path, "HEAD"))
+                _answer(hub, self, whole=False)
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        self.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
+        try:
+            yield self
+        finally:
+            server.shutdown()
+            thread.join()
+            server.server_close()
+
+
+def _answer(hub: FakeHub, request: BaseHTTPRequestHandler, *, whole: bool) -> None:
+    listing, file = _API.fullmatch(request.path), _FILE.fullmatch(request.path)
+    match = listing or file
+    repository = hub.repositories.get(match[1]) if match else None
+    known = request.headers.get("Authorization") == f"Bearer {repository.token}" if repository else False
+    if match is None or repository is None or (repository.private and not known):
+        _refuse(request, 401, "RepoNotFound")
+    elif (match[2] or "main") not in ("main", "v1", COMMIT):
+        _refuse(request, 404, "RevisionNotFound")
+    elif listing:
+        siblings = [
+            {"rfilename": name, "size": len(data), "blobId": "b", "lfs": _lfs(data) if len(data) > 2000 else None}
+            for name, data in repository.files.items()
+        ]
+        body = json.dumps({"id": match[1], "modelId": match[1], "sha": COMMIT, "siblings": siblings})
+        _send(request, 200, body.encode(), whole)
+    elif repository.token and not known:
+        _refuse(request, 403, "GatedRepo")
+    elif file is not None and file[3] in repository.files:
+        _send_file(hub, request, repository.lies.get(file[3], repository.files[file[3]]), whole)
+    else:
+        _refuse(request, 404, "EntryNotFound")
+
+
+def _lfs(data: bytes) -> dict[str, str | int]:
+    return {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 130}
+
+
+def _send_file(hub: FakeHub, request: BaseHTTPRequestHandler, data: bytes, whole: bool) -> None:
+    headers = {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+    status = 200
+    if span := re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("Range", "")):
+        start, end = int(span[1]), min(int(span[2] or len(data)) + 1, len(data))
+        headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(data)}"
+        data, status = data[start:end], 206
+    _send(request, status, data, whole, headers, hub.cut_after)
+
+
+def _send(
+    request: BaseHTTPRequestHandler,
+    status: int,
+    body: bytes,
+    whole: bool,
+    headers: dict[str, str] | None = None,
+    cut_after: int | None = None,
+) -> None:
+    request.send_response(status)
+    for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
+        request.send_header(name, value)
+    request.end_headers()
+    if whole:
+        with contextlib.suppress(ConnectionError):  # the client went away
+            request.wfile.write(body[:cut_after])
+        if cut_after is not None and len(body) > cut_after:
+            request.close_connection = True
+
+
+def _refuse(request: BaseHTTPRequestHandler, status: int, code: str) -> None:
+    _send(request, status, b"{}", request.command == "GET", {"X-Error-Code": code})
