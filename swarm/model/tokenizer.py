@@ -66,6 +66,10 @@ class Tokenizer:
         self.stop_tokens = frozenset(stops | {token for token in configured if 0 <= token < size})
         return self
 
+    def tokens(self) -> dict[int, bytes]:
+        """Every id of the vocabulary and what stands for it: its bytes, or the name of a special token. 0.1 s."""
+        return {token: text for text, token in self._tokenizer.get_vocab().items()}
+
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`. Adds no special tokens: a chat template already has them. Special tokens written out
         in the text become themselves."""
