@@ -10,6 +10,7 @@ import pytest
 from swarm.cli import args
 from swarm.cli.args import parse
 from swarm.cli.doctor import firewall
+from swarm.model import drafts, gguf, routes
 from swarm.protocol.config import DEFAULT_API_PORT, DEFAULT_PORT, DEFAULT_SWARM
 from swarm.protocol.limits import DRAIN_TIMEOUT_S
 from swarm.ring import exclusion, forming, machine, plan
@@ -97,7 +98,7 @@ def test_every_flag_of_ask_is_named() -> None:
 
 def test_every_variable_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A variable of the table changes the settings, and so does no other name of the pages."""
-    values = {"PORT": "7000", "API_PORT": "7001", "MEMORY": "8GB", "OPEN": "1", "HEADLESS": "1"}
+    values = {"PORT": "7000", "API_PORT": "7001", "MEMORY": "8GB", "DISK": "50GB", "OPEN": "1", "HEADLESS": "1"}
     for name in re.findall(r"`SWARM_(\w+)` \|", OPERATIONS):
         assert parse([], {f"SWARM_{name}": values.get(name, "something")}).settings != parse([], {}).settings
     for variable in set(re.findall(r"SWARM_\w+", "".join(page.read_text("utf-8") for page in PAGES))):
@@ -127,6 +128,17 @@ def test_figures_of_the_page_are_the_codes() -> None:
     assert f"at most {DRAIN_TIMEOUT_S:.0f} seconds" in page
     assert f"after {exclusion.EXCLUDE_S:.0f} s" in page
     assert f"for {['zero', 'one', 'two', 'three'][int(forming.LOOK_AROUND_S)]} seconds" in page
+
+
+def test_the_ways_of_a_model_are_the_codes() -> None:
+    page = " ".join((ROOT / "docs" / "models.md").read_text(encoding="utf-8").split())
+    rows = dict(re.findall(r"\| (OpenVINO IR|GGUF|checkpoint) \| ([^|]*) \|", page))
+    assert tuple(re.findall(r"`(\w+)`", rows["GGUF"])) == gguf.ARCHITECTURES
+    assert tuple(re.findall(r"`(\w+)`", rows["checkpoint"])) == routes.CHECKPOINT_ARCHITECTURES
+    preference = page.partition("the first of ")[2].partition(" in its name")[0]
+    assert tuple(re.findall(r"`(\w+)`", preference)) == routes.GGUF_PREFERENCE
+    for pair in drafts.PAIRS:
+        assert f"| {pair.family} | `{pair.draft}` |" in page
 
 
 def test_every_room_is_on_the_plan() -> None:

@@ -23,7 +23,8 @@ from swarm.protocol.errors import UsageError
 from swarm.protocol.sampling import SamplingParams
 from swarm.protocol.version import SOFTWARE_VERSION
 
-COMMANDS = ("run", "ask", "status", "doctor")
+COMMANDS = ("run", "ask", "status", "models", "doctor")
+MODEL_ACTIONS = ("list", "rm", "pull")
 
 _DESCRIPTION = """\
 A swarm of PCs that together run one language model. Run this on every PC:
@@ -47,6 +48,16 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
+class Models:
+    """``models``: what is in the store, or a change to it."""
+
+    action: str = "list"
+    """One of `MODEL_ACTIONS`."""
+    target: str = ""
+    """A model that is here (``rm``), or what ``--model`` takes (``pull``)."""
+
+
+@dataclass(frozen=True, slots=True)
 class Command:
     """What the person wants."""
 
@@ -54,6 +65,7 @@ class Command:
     settings: Settings
     ask: Ask | None = None
     json: bool = False
+    models: Models | None = None
 
 
 class _Parser(argparse.ArgumentParser):
@@ -72,7 +84,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], stdin_prompt: str = "
     given = {name: value for name, value in vars(found).items() if value not in (None, [], False)}
     settings = _settings(given, environ)
     ask = _ask(given, stdin_prompt) if found.command == "ask" else None
-    return Command(found.command, settings, ask, bool(given.get("json")))
+    models = _models(given) if found.command == "models" else None
+    return Command(found.command, settings, ask, bool(given.get("json")), models)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -81,9 +94,11 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
     home = _Parser(add_help=False)
     home.add_argument("--home", metavar="DIR", help="identity, pairing, models and settings of this node")
+    disk = _Parser(add_help=False)
+    disk.add_argument("--disk", metavar="SIZE", help="what models may take on the disk, such as 50GB (default: all)")
     node = _Parser(add_help=False)
     node.add_argument(
-        "--model", metavar="M", help="a directory with an OpenVINO IR or a .gguf file (default: built in)"
+        "--model", metavar="M", help="a directory, a .gguf file, or org/name on Hugging Face (default: built in)"
     )
     node.add_argument("--name", metavar="N", help="how others see this PC (default: its host name)")
     node.add_argument("--memory", metavar="SIZE", help="what the swarm may use here, such as 8GB (default: measured)")
@@ -98,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     node.add_argument("--interface", metavar="IF", action="append", help="network interface to use (default: chosen)")
     node.add_argument("--device", metavar="D", help="OpenVINO device for inference (default: CPU)")
     node.add_argument("--headless", action="store_true", help="plain log lines instead of the dashboard")
-    commands.add_parser("run", parents=[home, node], help="run a node (the default)")
+    commands.add_parser("run", parents=[home, disk, node], help="run a node (the default)")
     ask = commands.add_parser("ask", parents=[home], help="ask the swarm through the node that runs here")
     ask.add_argument("prompt", help="the question; - reads it from standard input")
     ask.add_argument("--max-tokens", metavar="N", help="new tokens at most")
@@ -107,7 +122,11 @@ def _parser() -> argparse.ArgumentParser:
     ask.add_argument("--json", action="store_true", help="print the whole answer with its figures as JSON")
     status = commands.add_parser("status", parents=[home], help="show the swarm as the node that runs here sees it")
     status.add_argument("--json", action="store_true", help="print one JSON object")
-    commands.add_parser("doctor", parents=[home, node], help="check this PC: devices, memory, network, store")
+    models = commands.add_parser("models", parents=[home, disk], help="list, remove or fetch the models that are here")
+    models.add_argument("action", nargs="?", metavar="list|rm|pull", help="what to do (default: list)")
+    models.add_argument("target", nargs="?", metavar="MODEL", help="a model of the list (rm), or one to fetch (pull)")
+    models.add_argument("--json", action="store_true", help="print JSON")
+    commands.add_parser("doctor", parents=[home, disk, node], help="check this PC: devices, memory, network, store")
     return parser
 
 
@@ -136,12 +155,13 @@ def _settings(given: Mapping[str, object], environ: Mapping[str, str]) -> Settin
         device=text("device"),
         headless=flag("headless"),
     )
-    name, memory, swarm = text("name"), text("memory"), text("swarm")
+    name, memory, disk, swarm = text("name"), text("memory"), text("disk"), text("swarm")
     port, api_port = text("port"), text("api_port")
     settings = replace(
         settings,
         name=parse_name(name) if name else None,
         memory_bytes=parse_size(memory) if memory else None,
+        disk_bytes=parse_size(disk) if disk else None,
         swarm=parse_name(swarm) if swarm else settings.swarm,
         port=parse_port(port) if port else None,
         api_port=parse_port(api_port) if api_port else None,
@@ -166,6 +186,16 @@ def _ask(given: Mapping[str, object], stdin_prompt: str) -> Ask:
     )
     most = _count("--max-tokens", str(tokens), 1) if tokens is not None else None
     return Ask(prompt, most, sampling, seed is not None, bool(given.get("json")))
+
+
+def _models(given: Mapping[str, object]) -> Models:
+    action, target = str(given.get("action", "list")), str(given.get("target", ""))
+    if action not in MODEL_ACTIONS:
+        raise UsageError("unknown action of models", expected=", ".join(MODEL_ACTIONS), found=repr(action)[:80])
+    if (action == "list") == bool(target):
+        expected = "nothing after it" if action == "list" else "a model"
+        raise UsageError(f"cannot read models {action}", expected=expected, found=repr(target)[:80])
+    return Models(action, target)
 
 
 def _number(flag: str, text: str) -> float:

@@ -52,6 +52,11 @@ async def _run(command: Command) -> int:
             from swarm.cli.doctor import device_checks, run_doctor
 
             return await run_doctor(command.settings, sys.stdout, await anyio.to_thread.run_sync(device_checks))
+        if command.models is not None:
+            from swarm.cli.models import run_models
+
+            await run_models(command.settings, command.models, command.json, sys.stdout, sys.stderr)
+            return 0
         from swarm.cli import client
 
         if command.ask is not None:

@@ -33,7 +33,7 @@ from swarm.ring.interfaces import choose, chosen_addresses, gather
 from swarm.ring.machine import advertised_memory, default_name, measure_speed, memory
 from swarm.ring.node import RingNode
 from swarm.ring.pairing import OPEN_SECRET, derive_secret, load_code, new_code, parse_code, save_code
-from swarm.ring.supply import Model, model_source
+from swarm.ring.supply import Model, check_source
 from swarm.ui.lines import run_lines
 from swarm.ui.terminal import run_terminal
 
@@ -54,7 +54,7 @@ async def run(settings: Settings) -> None:
 
 def _check(settings: Settings) -> None:
     """Refuse at once what would only fail later; blocking."""
-    model_source(settings.model or "")
+    check_source(settings.model or "", Store(settings.home / "store"))
     choose_device(settings.device)
     choose(gather(), settings.interfaces)
 
@@ -120,7 +120,7 @@ class _Node:
 
     async def run(self) -> None:
         settings = self._settings
-        store = Store(settings.home / "store")
+        store = Store(settings.home / "store", settings.disk_bytes)
         await anyio.to_thread.run_sync(store.open)
         config = await anyio.to_thread.run_sync(self._configure)
         self._ring = RingNode(config, store, self._model_known)

@@ -1,4 +1,4 @@
-"""From a Hugging Face checkpoint to a manifest and its blobs in the store, by ``swarm.model.export`` in its own process.
+"""From a Hugging Face checkpoint to a manifest and blobs in the store, by ``swarm.model.export`` in its own process.
 
 Its memory, torch's among it, goes back when it ends, and a crash in native code is only an error.
 """

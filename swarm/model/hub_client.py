@@ -56,7 +56,8 @@ def look(name: HubName) -> dict[str, Any]:
         info = HfApi().model_info(name.repo, revision=name.revision or None, files_metadata=True, timeout=TIMEOUT_S)
     except Exception as error:  # HTTP clients have many; `_explain` sorts them
         problem = _explain(error, name)
-        if isinstance(problem, ModelError) and (cached := _look_in_cache(name)) is not None:
+        unreachable = isinstance(error, OfflineModeIsEnabled) or isinstance(problem, ModelError)
+        if unreachable and (cached := _look_in_cache(name)) is not None:
             return cached
         raise problem from error
     files = {}
@@ -279,7 +280,7 @@ def _explain(error: Exception, name: HubName) -> SwarmError:
     page = f"{constants.ENDPOINT}/{name.repo}"
     status = error.response.status_code if isinstance(error, HfHubHTTPError) else 0
     if isinstance(error, OfflineModeIsEnabled):
-        return ModelError(
+        return UsageError(
             f"{name} is not whole in the offline cache",
             expected=f"its files under {_cache_of(name.repo)}",
             found="HF_HUB_OFFLINE is set",

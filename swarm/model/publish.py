@@ -16,6 +16,7 @@ import cbor2
 import openvino as ov
 from openvino import opset13 as ops
 
+from swarm.model.inventory import make_room
 from swarm.model.layers import Graph, LayerMap, map_layers
 from swarm.model.manifest import BlobRef, Manifest, TensorRef
 from swarm.model.store import Store
@@ -57,6 +58,7 @@ def publish(
     layer_map = map_layers(graph)
     owners = _owners(graph, layer_map)
     total = sum(graph.nodes[i].get_byte_size() for i in owners)
+    make_room(store, total)
     parts: dict[int, list[int]] = {part: [] for part in range(-1, layer_map.layers + 1)}
     for constant, part in sorted(owners.items()):
         parts[part].append(constant)

@@ -5,6 +5,7 @@
     root/blobs/<2 hex>/<64 hex>    whole blobs, named by the SHA-256 of their bytes
     root/partial/<64 hex>          the beginning of a blob, kept for resuming
     root/manifests/<64 hex>        which blobs are manifests: {"name", "spec", "added"}
+    root/pins/<pid>-<random>       what the process <pid> works with, see `inventory`
     root/tmp/<pid>-<random>        being written by the process <pid>
 
 A blob appears in one step, by a rename, after its bytes are on disk: whatever is under `blobs` is whole. Several
@@ -47,18 +48,23 @@ class StoredManifest:
     spec: str
     added: float
     """Seconds since the epoch."""
+    used: float
+    """Likewise; see `Store.mark_used`."""
 
 
 class Store:
-    """Blobs under `root`. Nothing happens before `open`."""
+    """Blobs under `root`, which `inventory.make_room` keeps under `limit_bytes`. Nothing happens before `open`."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, limit_bytes: int | None = None) -> None:
         self.root = root
+        self.limit_bytes = limit_bytes
+        self.pin: Path | None = None
+        """Where this process says what it works with, once it has."""
 
     def open(self) -> None:
         """Makes the directories and clears what dead processes left; partial blobs are kept. Raises `StoreError`."""
         with _disk(self.root, 0):
-            for name in ("blobs", "partial", "manifests", "tmp"):
+            for name in ("blobs", "partial", "manifests", "pins", "tmp"):
                 (self.root / name).mkdir(parents=True, exist_ok=True)
             for leftover in (self.root / "tmp").iterdir():
                 if is_abandoned(leftover.name):
@@ -68,11 +74,11 @@ class Store:
                 _give_back(claim)
 
     def has(self, blob: BlobId) -> bool:
-        return self._place(blob).is_file()
+        return self.path_of(blob).is_file()
 
     def path(self, blob: BlobId) -> Path:
         """The file that holds a blob. Raises `StoreError` where there is none."""
-        place = self._place(blob)
+        place = self.path_of(blob)
         if not place.is_file():
             raise StoreError("a blob is not here", found=f"none at {place}", action="Fetch it from a peer that has it.")
         return place
@@ -140,6 +146,19 @@ class Store:
             temporary.write_text(entry, encoding="utf-8")
             temporary.replace(self.root / "manifests" / blob)
 
+    def mark_used(self, blob: BlobId) -> None:
+        """Notes that the model of a manifest is used now."""
+        with contextlib.suppress(OSError):  # it is not marked as one yet
+            os.utime(self.root / "manifests" / blob)
+
+    def write_pin(self, entry: str) -> None:
+        """Replaces what this process says it works with."""
+        temporary = self.temporary()
+        with _disk(self.root, len(entry)):
+            temporary.write_text(entry, encoding="utf-8")
+            self.pin = self.pin or self.root / "pins" / owned_name()
+            temporary.replace(self.pin)
+
     def manifests(self) -> tuple[StoredManifest, ...]:
         """Those whose blob is here, newest first."""
         found = []
@@ -162,14 +181,15 @@ class Store:
         """A name for a file of this process that nobody else uses."""
         return self.root / "tmp" / owned_name()
 
-    def _place(self, blob: BlobId) -> Path:
+    def path_of(self, blob: BlobId) -> Path:
+        """Where the blob is, or would be."""
         if not is_blob_id(blob):
             raise ValueError(f"not a blob id: {blob!r}")
         return self.root / "blobs" / blob[:2] / blob
 
     def _land(self, path: Path, blob: BlobId) -> None:
         """Renames a finished file to its place. Where the blob is already there, the file goes."""
-        place = self._place(blob)
+        place = self.path_of(blob)
         if not place.is_file():
             place.parent.mkdir(parents=True, exist_ok=True)
             try:
@@ -374,9 +394,10 @@ def _read_entry(path: Path) -> StoredManifest | None:
     try:
         entry = json.loads(path.read_text(encoding="utf-8"))
         name, spec, added = str(entry["name"]), str(entry["spec"]), float(entry["added"])
+        used = path.stat().st_mtime
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
-    return StoredManifest(BlobId(path.name), name, spec, added) if is_blob_id(path.name) else None
+    return StoredManifest(BlobId(path.name), name, spec, added, used) if is_blob_id(path.name) else None
 
 
 @contextlib.contextmanager

@@ -38,6 +38,8 @@ class Settings:
     interfaces: tuple[str, ...] = ()
     device: str | None = None
     headless: bool = False
+    disk_bytes: int | None = None
+    """What the models may take on the disk."""
 
 
 def parse_size(text: str) -> int:

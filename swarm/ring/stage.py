@@ -13,6 +13,7 @@ from anyio.abc import TaskGroup
 
 from swarm.engine.base import Engine
 from swarm.engine.paged import PagedEngine
+from swarm.model.inventory import make_room, pin
 from swarm.model.manifest import BlobRef, Manifest
 from swarm.model.shard import load_shard
 from swarm.model.store import Store
@@ -105,9 +106,16 @@ class StageHost:
         def progress(now: TransferProgress) -> None:
             self._report(Phase.FETCH, what, now.done, now.total, now.rate)
 
+        await anyio.to_thread.run_sync(self._make_space, blobs)
         summary = await self._fetcher.fetch_all([(blob.id, blob.bytes) for blob in blobs], sources, progress)
         for node, count in summary.by_node.items():
             self.fetched[node] = self.fetched.get(node, 0) + count
+
+    def _make_space(self, blobs: Sequence[BlobRef]) -> None:
+        """Keep the store under its limit. Raises `StoreError` where that is not possible."""
+        missing = sum(blob.bytes for blob in blobs if not self._store.has(blob.id))
+        if missing:
+            make_room(self._store, missing, {blob.id for blob in blobs})
 
     async def manifest(self, model: BlobId, size: int, sources: Sequence[BlobSource]) -> Manifest:
         """The manifest `model` with its graph and tokenizer, fetched where they are not here.
@@ -133,6 +141,7 @@ class StageHost:
         if any(held is not None and held.serves(plan, stage) for held in (self._prepared, self._serving)):
             return
         what = f"layers {stage.start} to {stage.end - 1}"
+        await anyio.to_thread.run_sync(self._pin, plan.model, manifest, stage)
         await self.fetch(manifest.weights(stage.start, stage.end), sources, what)
         await self._make_room(stage)
         self._report(Phase.COMPILE, what, 0, 0, 0.0)
@@ -140,6 +149,14 @@ class StageHost:
         self._prepared = _Held(engine, plan.model, stage.start, stage.end, plan.kv_tokens)
         self._report(Phase.WARM_UP, what, 0, 0, 0.0)
         await anyio.to_thread.run_sync(_warm_up, engine, manifest, stage)
+
+    def _pin(self, model: BlobId, manifest: Manifest, stage: Stage) -> None:
+        """What this node works with from now on must not leave the store."""
+        ranges = [(stage.start, stage.end)]
+        if self._serving is not None and self._serving.model == model:
+            ranges.append((self._serving.start, self._serving.end))
+        weights = {blob.id for start, end in ranges for blob in manifest.weights(start, end)}
+        pin(self._store, model, {manifest.graph.id, manifest.tokenizer.id, *weights})
 
     async def _make_room(self, stage: Stage) -> None:
         """Two shards at once may be more than this node advertised; then the one that serves goes first.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import time
 from collections.abc import Callable, Iterable
@@ -13,6 +14,8 @@ import anyio.from_thread
 import anyio.to_thread
 
 from swarm.model.exporting import export_checkpoint
+from swarm.model.inventory import make_room
+from swarm.model.inventory import pin as pin_model
 from swarm.model.manifest import BlobRef, Manifest
 from swarm.model.publish import publish
 from swarm.model.sources import Source, acquire, pin, resolve
@@ -61,6 +64,8 @@ def load_model(store: Store, model: BlobId) -> Model:
     """Read a manifest and its tokenizer, which are in the store; blocking. Raises `StoreError`, `ModelError`."""
     data = store.read(model)
     manifest = Manifest.decode(data)
+    pin_model(store, model, (manifest.graph.id, manifest.tokenizer.id), more=True)
+    store.mark_used(model)
     folder = store.root / "tokenizers" / manifest.tokenizer.id
     if not folder.is_dir():
         fresh = folder.with_name(f"{folder.name}.{time.monotonic_ns()}")
@@ -73,12 +78,27 @@ def load_model(store: Store, model: BlobId) -> Model:
     return Model(model, len(data), manifest, Tokenizer.load(folder))
 
 
-async def acquire_model(wanted: str, store: Store, report: Report) -> BlobId:
+def check_source(wanted: str, store: Store) -> None:
+    """Refuse at once what only fails later; blocking. Raises `UsageError`.
+
+    A name on the hub that is known here is not asked for again, and a hub that cannot be reached is no reason to stop:
+    another node may have the model.
+    """
+    source = resolve(wanted or None)
+    if source.on_hub and all(entry.spec != source.spec for entry in store.manifests()):
+        with contextlib.suppress(ModelError):
+            pin(source)
+
+
+async def acquire_model(wanted: str, store: Store, report: Report, *, newest: bool = False) -> BlobId:
     """The id of the manifest of what `wanted` names, whole in the store; from outside where it is not here yet.
 
-    Raises `SwarmError` with what to do. May be cancelled; what was downloaded stays.
+    A model of the hub stays at the revision that is here, unless `newest` is asked for. Raises `SwarmError` with what
+    to do. May be cancelled; what was downloaded stays.
     """
     source = await anyio.to_thread.run_sync(model_source, wanted)
+    if newest:
+        source = await anyio.to_thread.run_sync(pin, source, abandon_on_cancel=True)
     known = await anyio.to_thread.run_sync(_stored, store, source, Manifest.blobs)
     if known is not None:
         return known
@@ -87,6 +107,8 @@ async def acquire_model(wanted: str, store: Store, report: Report) -> BlobId:
     def work() -> BlobId:
         workdir = store.root / "work"
         pinned = pin(source, lambda: meter.progress(Phase.DOWNLOAD, source.name, 0, 0))
+        if pinned.found and pinned.found.directory is None:
+            make_room(store, 2 * pinned.found.total_bytes)  # the download, and the blobs
         made = acquire(pinned, workdir, meter.progress)
         convert = partial(meter.progress, Phase.CONVERT, pinned.name)
         if pinned.is_checkpoint:
@@ -120,6 +142,8 @@ def _stored(store: Store, source: Source, needed: Callable[[Manifest], Iterable[
             try:
                 manifest = Manifest.decode(store.read(found.blob))
             except (StoreError, ModelError):
+                continue
+            if source.revision and manifest.revision != source.revision:
                 continue
             if all(store.has(blob.id) for blob in needed(manifest)):
                 return found.blob

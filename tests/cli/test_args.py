@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.cli import args
-from swarm.cli.args import parse
+from swarm.cli.args import Models, parse
 from swarm.cli.main import USAGE_STATUS, main
 from swarm.protocol.config import DEFAULT_PORT, DEFAULT_SWARM, Settings
 from swarm.protocol.errors import UsageError
@@ -22,13 +22,14 @@ from swarm.ring.identity import hold_home
 EVERY_FLAG = [
     *("--home", "there", "--model", "m.gguf", "--name", "PC-1", "--memory", "8GB", "--port", "7000"),
     *("--api-port", "7001", "--swarm", "office", "--code", "K7QM-2RXW-9DFT", "--device", "GPU", "--headless"),
-    *("--peer", "pc-2:7420", "--peer", "10.0.0.7", "--interface", "eth0", "--interface", "eth1"),
+    *("--disk", "50GB", "--peer", "pc-2:7420", "--peer", "10.0.0.7", "--interface", "eth0", "--interface", "eth1"),
 ]
 EVERY_VARIABLE = {
     "SWARM_HOME": "there",
     "SWARM_MODEL": "m.gguf",
     "SWARM_NAME": "PC-1",
     "SWARM_MEMORY": "8GB",
+    "SWARM_DISK": "50GB",
     "SWARM_PORT": "7000",
     "SWARM_API_PORT": "7001",
     "SWARM_SWARM": "office",
@@ -43,6 +44,7 @@ EVERYTHING = Settings(
     model="m.gguf",
     name="PC-1",
     memory_bytes=8 * 1000**3,
+    disk_bytes=50 * 1000**3,
     port=7000,
     api_port=7001,
     swarm="office",
@@ -108,6 +110,22 @@ def test_ask() -> None:
     assert piped.prompt == "from a pipe"
 
 
+@pytest.mark.parametrize(
+    ("words", "models"),
+    [
+        ([], Models()),
+        (["list"], Models("list")),
+        (["rm", "SmolLM2"], Models("rm", "SmolLM2")),
+        (["pull", "org/name@v1"], Models("pull", "org/name@v1")),
+    ],
+)
+def test_models(words: list[str], models: Models) -> None:
+    command = parse(["models", *words, "--home", "there", "--disk", "2GB", "--json"], {})
+    assert (command.name, command.models, command.json) == ("models", models, True)
+    assert (command.settings.home, command.settings.disk_bytes) == (Path("there").absolute(), 2 * 1000**3)
+    assert parse(["models", *words], {"SWARM_DISK": "2GB"}).settings.disk_bytes == 2 * 1000**3
+
+
 def test_status() -> None:
     assert parse(["status", "--json"], {}).json
     assert not parse(["status"], {}).json
@@ -121,7 +139,13 @@ def test_help_and_version_end_well(words: list[str], capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out
 
 
-@given(st.lists(st.sampled_from([*EVERY_FLAG, "run", "ask", "status", "doctor", "--json", "--open", "-", "", "ä\n"])))
+@given(
+    st.lists(
+        st.sampled_from(
+            [*EVERY_FLAG, "run", "ask", "status", "models", "rm", "doctor", "--json", "--open", "-", "", "ä\n"]
+        )
+    )
+)
 def test_any_words_are_read_or_refused(words: list[str]) -> None:
     with contextlib.suppress(UsageError):
         assert parse(words, {}).name in args.COMMANDS
@@ -138,6 +162,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SWARM_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("SWARM_SWARM", "test of bad input")
     monkeypatch.setenv("SWARM_HEADLESS", "1")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     return tmp_path / "home"
 
 
@@ -164,7 +190,7 @@ def refusal(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     ("words", "parts"),
     [
         (["--model", "no-such-model"], ["no such model", "a .gguf file", "'no-such-model'", "Check the path"]),
-        (["--model", "Org/Model"], ["hub", "'Org/Model'"]),
+        (["--model", "Org/Model"], ["Org/Model is not whole in the offline cache", "HF_HUB_OFFLINE"]),
         (["--port", "0"], ["port out of range", "1 to 65535", "'0'"]),
         (["--port", "65536"], ["port out of range", "'65536'"]),
         (["--api-port", "http"], ["port out of range", "'http'"]),
@@ -179,10 +205,17 @@ def refusal(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--swarm", "a/b"], ["bad name", "'a/b'"]),
         (["--peer", ":7420"], ["cannot read a peer", "HOST:PORT"]),
         (["--peer", "pc-2:0"], ["port out of range"]),
-        (["start"], ["unknown command", "run, ask, status, doctor", "'start'"]),
+        (["start"], ["unknown command", "run, ask, status, models, doctor", "'start'"]),
         (["--frobnicate"], ["--frobnicate", "--help"]),
         (["--memory"], ["--memory", "--help"]),
         (["status", "--port", "7420"], ["--port", "--help"]),
+        (["--disk", "all"], ["size", "8GB", "'all'"]),
+        (["models", "show"], ["unknown action of models", "list, rm, pull", "'show'"]),
+        (["models", "rm"], ["models rm", "a model"]),
+        (["models", "list", "all"], ["models list", "nothing after it", "'all'"]),
+        (["models", "rm", "nothing"], ["no model 'nothing' in the store", "there is none"]),
+        (["models", "pull", "no-such-model"], ["no such model"]),
+        (["models", "--port", "7420"], ["--port", "--help"]),
         (["ask"], ["prompt", "--help"]),
         (["ask", " "], ["empty question", "node.py ask"]),
         (["ask", "Why?", "--max-tokens", "0"], ["--max-tokens", "from 1", "'0'"]),

@@ -10,6 +10,9 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 _API = re.compile(r"/api/models/([^/]+/[^/?]+)(?:/revision/([^?]+))?(?:\?.*)?")
@@ -31,6 +34,8 @@ class FakeHub:
     """The hub at `endpoint`, with the models of `repositories`."""
 
     def __init__(self) -> None:
+        self.commit = COMMIT
+        """What ``main`` and ``v1`` are."""
         self.repositories: dict[str, Repository] = {}
         self.requests: list[tuple[str, str]] = []
         """(path, range) of every request."""
@@ -73,6 +78,19 @@ class FakeHub:
             server.server_close()
 
 
+@contextlib.contextmanager
+def serving_to_us(monkeypatch: pytest.MonkeyPatch, hf_home: Path) -> Iterator[FakeHub]:
+    """A hub in place of the real one, for a user without a token or a cache."""
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HOME", str(hf_home))
+    with FakeHub().serving() as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
+        yield server
+
+
 def _answer(hub: FakeHub, request: BaseHTTPRequestHandler, *, whole: bool) -> None:
     listing, file = _API.fullmatch(request.path), _FILE.fullmatch(request.path)
     match = listing or file
@@ -80,14 +98,14 @@ def _answer(hub: FakeHub, request: BaseHTTPRequestHandler, *, whole: bool) -> No
     known = request.headers.get("Authorization") == f"Bearer {repository.token}" if repository else False
     if match is None or repository is None or (repository.private and not known):
         _refuse(request, 401, "RepoNotFound")
-    elif (match[2] or "main") not in ("main", "v1", COMMIT):
+    elif (match[2] or "main") not in ("main", "v1", hub.commit):
         _refuse(request, 404, "RevisionNotFound")
     elif listing:
         siblings = [
             {"rfilename": name, "size": len(data), "blobId": "b", "lfs": _lfs(data) if len(data) > 2000 else None}
             for name, data in repository.files.items()
         ]
-        body = json.dumps({"id": match[1], "modelId": match[1], "sha": COMMIT, "siblings": siblings})
+        body = json.dumps({"id": match[1], "modelId": match[1], "sha": hub.commit, "siblings": siblings})
         _send(request, 200, body.encode(), whole)
     elif repository.token and not known:
         _refuse(request, 403, "GatedRepo")

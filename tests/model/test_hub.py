@@ -13,7 +13,7 @@ from swarm.model.files import IR_FILES
 from swarm.model.sources import acquire, pin, resolve
 from swarm.protocol.errors import ModelError, StoreError, UsageError
 from swarm.protocol.messages import Phase
-from tests.model.fake_hub import COMMIT, FakeHub, Repository
+from tests.model.fake_hub import COMMIT, FakeHub, Repository, serving_to_us
 from tests.model.gguf_files import tiny_llama
 
 NAME = "org/tiny"
@@ -23,14 +23,7 @@ CONFIG = json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"
 
 @pytest.fixture
 def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    """A hub, and a user without a token or a cache."""
-    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_CACHE"):
-        monkeypatch.delenv(name, raising=False)
-    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    with FakeHub().serving() as server:
-        monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
+    with serving_to_us(monkeypatch, tmp_path / "hf") as server:
         yield server
 
 
@@ -254,7 +247,7 @@ def test_offline_from_the_cache(
     served: FakeHub, ir_files: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ref: str | None
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(ModelError, match=r"not whole in the offline cache; .*Unset HF_HUB_OFFLINE"):
+    with pytest.raises(UsageError, match=r"not whole in the offline cache; .*Unset HF_HUB_OFFLINE"):
         pin(resolve(NAME))
     snapshot = lay_out(tmp_path / "hf", ir_files, ref)
     pinned = pin(resolve(NAME))
@@ -262,7 +255,7 @@ def test_offline_from_the_cache(
     assert acquire(pinned, tmp_path / "work", Recorder()) == snapshot
     assert served.requests == []
     (snapshot / "openvino_model.bin").unlink()
-    with pytest.raises(ModelError, match="not whole in the offline cache"):
+    with pytest.raises(UsageError, match="not whole in the offline cache"):
         pin(resolve(NAME))
 
 

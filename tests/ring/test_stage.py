@@ -152,7 +152,9 @@ def bench() -> Bench:
 
 @pytest.fixture
 async def host(bench: Bench, tmp_path: Path) -> AsyncIterator[StageHost]:
-    host = StageHost(A, Store(tmp_path), bench, bench.send, MEMORY, bench.report, bench.build)
+    store = Store(tmp_path)
+    store.open()
+    host = StageHost(A, store, bench, bench.send, MEMORY, bench.report, bench.build)
     yield host
     bench.gate.set()
     await host.release()
