@@ -151,11 +151,11 @@ def _stored(store: Store, source: Source, needed: Callable[[Manifest], Iterable[
 
 
 def _changed_since(path: Path | None, when: float) -> bool:
-    """Whether the file, or the directory's graph, is newer than `when`."""
+    """Whether the file, or what the directory's model is described by, is newer than `when`."""
     if path is None:
         return False
-    place = path / "openvino_model.xml" if path.is_dir() else path
-    return place.stat().st_mtime > when
+    places = [path / "openvino_model.xml", path / "config.json"] if path.is_dir() else [path]
+    return next(place for place in places if place.is_file()).stat().st_mtime > when
 
 
 class _Meter:
