@@ -164,7 +164,7 @@ class _Node:
             memory_bytes=settings.memory_bytes or advertised_memory(found.total, found.available),
             device=device,
             speed=measure_speed(device),
-            wanted=settings.model or "",
+            wanted="" if settings.model == "default" else settings.model or "",
             port=settings.port,
             peers=settings.peers,
             interfaces=settings.interfaces,

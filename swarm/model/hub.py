@@ -51,8 +51,6 @@ class Found:
     files: tuple[RemoteFile, ...]
     directory: Path | None = None
     """In the hub's own cache, where all files are there already."""
-    title: str = ""
-    """What a GGUF file calls itself."""
     quantization: str = ""
 
     @property
@@ -73,7 +71,6 @@ def look(name: HubName, poll: Callable[[], None] = lambda: None) -> Found:
         route=answer["route"],
         files=tuple(RemoteFile(**file) for file in answer["files"]),
         directory=Path(answer["directory"]) if answer["directory"] else None,
-        title=answer["title"],
         quantization=answer["quantization"],
     )
 

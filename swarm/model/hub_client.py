@@ -70,7 +70,7 @@ def look(name: HubName) -> dict[str, Any]:
     needed = [files[file] for file in choice.files]
     commit = info.sha or ""
     try:
-        title, quantization = _check_content(name, commit, choice, needed)
+        quantization = _check_content(name, commit, choice, needed)
     except SwarmError:
         raise
     except Exception as error:
@@ -81,22 +81,21 @@ def look(name: HubName) -> dict[str, Any]:
         "route": choice.route,
         "files": [asdict(file) for file in needed],
         "directory": str(snapshot) if _holds(snapshot, needed) else "",
-        "title": title,
         "quantization": quantization,
     }
 
 
-def _check_content(name: HubName, commit: str, choice: Choice, needed: Sequence[RemoteFile]) -> tuple[str, str]:
-    """Refuses what can be told from a few bytes of the model: (title, quantization) of a GGUF file, else empty."""
+def _check_content(name: HubName, commit: str, choice: Choice, needed: Sequence[RemoteFile]) -> str:
+    """Refuses what can be told from a few bytes of the model; the quantization of a GGUF file, else empty."""
     if choice.route == "gguf":
         with io.BufferedReader(_Ranged(name.repo, commit, needed[0]), _HEADER_BYTES) as file:
             header = gguf.parse_header(cast(BinaryIO, file))
         gguf.check_convertible(header, PurePosixPath(needed[0].name).name)
-        return header.name, gguf.quantization(header)
+        return gguf.quantization(header)
     if choice.route == "checkpoint":
         config = json.loads(_read_range(name.repo, commit, "config.json", 0, MAX_CONFIG_BYTES))
         check_checkpoint(name.repo, config if isinstance(config, dict) else {})
-    return "", ""
+    return ""
 
 
 def _look_in_cache(name: HubName) -> dict[str, Any] | None:
@@ -117,17 +116,16 @@ def _look_in_cache(name: HubName) -> dict[str, Any] | None:
         choice = choose(str(name), names, name.file)
     except UsageError:
         return None
-    title = quantization = ""
+    quantization = ""
     if choice.route == "gguf":
         header = gguf.read_header(snapshot / choice.files[0])
         gguf.check_convertible(header, PurePosixPath(choice.files[0]).name)
-        title, quantization = header.name, gguf.quantization(header)
+        quantization = gguf.quantization(header)
     return {
         "commit": commit,
         "route": choice.route,
         "files": [asdict(RemoteFile(file, (snapshot / file).stat().st_size)) for file in choice.files],
         "directory": str(snapshot),
-        "title": title,
         "quantization": quantization,
     }
 

@@ -43,7 +43,7 @@ class Source:
     spec: str
     """What names it again: ``default``, an absolute path, or a name on the hub."""
     name: str
-    """For people."""
+    """For people: the last part of what they gave, so that `ring.choice` knows the model again by it."""
     path: Path | None = None
     """The directory or file; None for the default and the hub."""
     on_hub: HubName | None = None
@@ -77,7 +77,7 @@ def resolve(model: str | None) -> Source:
     if is_directory:
         return _resolve_directory(path)
     if is_file:
-        return _resolve_gguf(path, str(path))
+        return _resolve_gguf(path, path.stem)
     if name := parse_hub_name(model):
         title = Path(name.file).stem if name.file else name.repo.partition("/")[2]
         return Source("hub", str(name), title, on_hub=name)
@@ -94,7 +94,7 @@ def pin(source: Source, poll: Callable[[], None] = lambda: None) -> Source:
     found = hub.look(source.on_hub, poll)
     if found.route == "checkpoint":
         require_exporter(source.name)
-    return replace(source, found=found, quantization=found.quantization, name=_one_line(found.title) or source.name)
+    return replace(source, found=found, quantization=found.quantization)
 
 
 def acquire(source: Source, workdir: Path, progress: ProgressCallback) -> Path:
@@ -145,7 +145,7 @@ def require_exporter(label: str) -> None:
 def _resolve_directory(path: Path) -> Source:
     choice = choose(str(path), [entry.name for entry in path.iterdir() if entry.is_file()])
     if choice.route == "gguf":
-        return _resolve_gguf(path / choice.files[0], str(path / choice.files[0]))
+        return _resolve_gguf(path / choice.files[0], path.name)
     if choice.route == "checkpoint":
         check_checkpoint(str(path), read_config(path / "config.json"))
         require_exporter(str(path))
@@ -154,10 +154,10 @@ def _resolve_directory(path: Path) -> Source:
     return Source("ir", str(path), path.name, path)
 
 
-def _resolve_gguf(path: Path, spec: str) -> Source:
+def _resolve_gguf(path: Path, name: str) -> Source:
     header = gguf.read_header(path)
     gguf.check_convertible(header, path.name)
-    return Source("gguf", spec, _one_line(header.name) or path.stem, path, quantization=gguf.quantization(header))
+    return Source("gguf", str(path), name, path, quantization=gguf.quantization(header))
 
 
 # --- the hub ----------------------------------------------------------------------------------------------------------
@@ -261,7 +261,3 @@ def _file_key(path: Path) -> str:
     stats = [(file, file.stat()) for file in files]
     text = "|".join(f"{file}|{status.st_size}|{status.st_mtime_ns}" for file, status in stats)
     return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:16]
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())[:64] if text.isprintable() else ""

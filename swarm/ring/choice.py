@@ -5,6 +5,7 @@ Every node computes them for itself; the same view gives the same answer, so nob
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -16,6 +17,9 @@ STANDING = frozenset({MemberState.ALIVE, MemberState.SUSPECT})
 """States of a member that may lead and may be given layers. A leaving one goes on serving what it has."""
 
 _LIVING = STANDING | {MemberState.LEAVING}
+
+
+_REVISION = re.compile(r"@(?:refs/pr/\d+|[^/@]+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +57,12 @@ def choose_model(members: Iterable[Member], plan: Plan) -> Choice:
 
 
 def same_model(wanted: str, name: str) -> bool:
-    """Whether a ``--model`` means the model of this name: the last part of a path or id, without its ending."""
+    """Whether a ``--model`` means the model of this name: the last part of a path or id, without ending or revision."""
     return _stem(wanted) == _stem(name)
 
 
 def _stem(text: str) -> str:
+    text = _REVISION.sub("", text)
     last = text.replace("\\", "/").rstrip("/").rpartition("/")[2].casefold()
     return last.removesuffix(".gguf")
 

@@ -91,17 +91,17 @@ def test_an_empty_store(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_pull_list_and_remove(home: Path, tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pulled = out_of(["models", "pull", str(tiny), "--disk", "1GB"], capsys)
-    assert pulled.startswith("Tiny is here: ")
+    assert pulled.startswith("tiny is here: ")
     assert pulled.rstrip().endswith("2 layers")
     again = json.loads(out_of(["models", "pull", str(tiny), "--json"], capsys))
     found = json.loads(out_of(["models", "list", "--json", "--disk", "1GB"], capsys))
     (model,) = found["models"]
     assert {**again, "last_used": 0} == {**model, "last_used": 0}
-    assert (model["name"], model["source"], model["layers_here"], model["in_use"]) == ("Tiny", str(tiny), 2, False)
+    assert (model["name"], model["source"], model["layers_here"], model["in_use"]) == ("tiny", str(tiny), 2, False)
     assert model["here_bytes"] == model["bytes"] <= found["used_bytes"]
     assert found["limit_bytes"] == 1000**3
-    assert "Tiny" in out_of(["models"], capsys)
-    assert out_of(["models", "rm", "Tiny"], capsys).startswith("removed Tiny: ")
+    assert "tiny" in out_of(["models"], capsys)
+    assert out_of(["models", "rm", "tiny"], capsys).startswith("removed tiny: ")
     assert json.loads(out_of(["models", "--json"], capsys))["models"] == []
 
 
@@ -121,11 +121,11 @@ sys.stdin.read()
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline().strip() == b"loaded"
-        assert main(["models", "rm", "Tiny"]) == USAGE_STATUS
+        assert main(["models", "rm", "tiny"]) == USAGE_STATUS
         assert "in use by the node that runs here" in capsys.readouterr().err
         assert json.loads(out_of(["models", "--json"], capsys))["models"][0]["in_use"]
         process.communicate()
-    assert out_of(["models", "rm", "Tiny"], capsys)
+    assert out_of(["models", "rm", "tiny"], capsys)
 
 
 def test_a_limit_that_is_too_small(home: Path, tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:

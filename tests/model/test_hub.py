@@ -92,7 +92,7 @@ def test_a_gguf_is_checked_before_it_is_fetched(served: FakeHub, tmp_path: Path)
     with pytest.raises(UsageError, match=r"other-Q4_0\.gguf: unsupported architecture; expected .*llama, qwen2, qwen3"):
         pin(resolve(NAME))
     pinned = pin(resolve(f"{NAME}/tiny-Q8_0.gguf"))
-    assert (pinned.name, pinned.revision, pinned.spec) == ("Tiny", COMMIT, f"{NAME}/tiny-Q8_0.gguf")
+    assert (pinned.name, pinned.revision, pinned.spec) == ("tiny-Q8_0", COMMIT, f"{NAME}/tiny-Q8_0.gguf")
     assert pinned.quantization == sources.gguf.quantization(_header(good, tmp_path))
     directory = acquire(pinned, tmp_path / "work", Recorder())
     assert resolve(str(directory)).kind == "ir"
@@ -263,7 +263,7 @@ def test_without_a_network_the_cache_serves(served: FakeHub, tmp_path: Path, mon
     snapshot = lay_out(tmp_path / "hf", {"tiny-Q8_0.gguf": tiny_llama()})
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     pinned = pin(resolve(NAME))
-    assert (pinned.name, pinned.revision) == ("Tiny", COMMIT)
+    assert (pinned.name, pinned.revision) == ("tiny", COMMIT)
     assert resolve(str(acquire(pinned, tmp_path / "work", Recorder()))).kind == "ir"
     assert (snapshot / "tiny-Q8_0.gguf").exists()  # the cache is not ours
 

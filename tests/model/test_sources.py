@@ -90,7 +90,7 @@ def test_an_ir_directory(ir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_gguf_file(tiny_gguf: Path) -> None:
     source = resolve(str(tiny_gguf))
-    assert (source.kind, source.spec, source.name, source.path) == ("gguf", str(tiny_gguf), "Tiny", tiny_gguf)
+    assert (source.kind, source.spec, source.name, source.path) == ("gguf", str(tiny_gguf), "tiny", tiny_gguf)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_a_gguf_becomes_an_ir_once(tiny_gguf: Path, tiny_ir: Path, tmp_path: Pat
     directory = acquire(source, tmp_path, recorder)
     assert resolve(str(directory)).kind == "ir"
     assert recorder.phases == {Phase.CONVERT}
-    assert {call[1] for call in recorder.calls} == {"Tiny"}
+    assert {call[1] for call in recorder.calls} == {"tiny"}
     assert left_in(tmp_path) == []
     again = Recorder()
     assert acquire(source, tmp_path, again) == directory

@@ -96,6 +96,10 @@ def test_nobody_living_is_nobody_to_acquire() -> None:
         ("C:\\models\\Smol.gguf", "smol", True),
         ("/home/a/smol/", "smol", True),
         ("smol-2.gguf", "smol", False),
+        ("org/smol", "smol", True),
+        ("org/smol@v1.0", "smol", True),
+        ("org/smol@refs/pr/7", "smol", True),
+        ("org/models@main/gguf/smol.gguf", "smol", True),
         ("Qwen2.5-0.5B", "Qwen2.5-1.5B", False),
     ],
 )

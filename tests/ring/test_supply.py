@@ -19,6 +19,7 @@ from swarm.protocol.errors import ModelError, StoreError, UsageError
 from swarm.protocol.ids import BlobId
 from swarm.protocol.messages import Phase
 from swarm.ring import supply
+from swarm.ring.choice import same_model
 from swarm.ring.supply import acquire_model, load_model, recall
 from tests.model.gguf_files import tiny_llama
 
@@ -149,3 +150,13 @@ async def test_a_cancelled_acquisition_stops(ir: Path, store: Store, monkeypatch
         tasks.cancel_scope.cancel()
     assert stopped.is_set()
     assert len(rates) < 1000
+
+
+def test_what_was_named_is_known_again_by_the_models_name(converted: Path, tmp_path: Path) -> None:
+    """Else a ring waits for a model that it has: the GGUF here calls itself something else than its file."""
+    (tmp_path / "folder").mkdir()
+    for place in (tmp_path / "My-Model.Q8_0.gguf", tmp_path / "folder" / "a.gguf"):
+        place.write_bytes(tiny_llama())
+    given = [str(tmp_path / "My-Model.Q8_0.gguf"), str(tmp_path / "folder"), str(converted)]
+    for name in [*given, "org/name", "org/name@v1", "org/name@refs/pr/3", "org/name/sub/file-Q4_0.gguf"]:
+        assert same_model(name, supply.model_source(name).name), name
