@@ -61,16 +61,16 @@ def publish(ir: Path, store: Store, name: str, source: str, on_progress: Callabl
     hidden = graph.nodes[layer_map.embedded].get_output_partial_shape(0)[2].get_length()
     vocabulary = graph.nodes[layer_map.result].get_output_partial_shape(0)[2].get_length()
     tied = _is_tied(graph, layer_map, owners)
-    kv = _kv_bytes_per_token(graph, layer_map)
+    kv = kv_bytes_per_token(graph, layer_map)
     model.add_parameters(parameters)
     manifest = Manifest(
         name=name,
         source=source,
         hidden_size=hidden,
         vocabulary=vocabulary,
-        context_tokens=_context_tokens(ir),
+        context_tokens=context_tokens(ir),
         kv_bytes_per_token=kv,
-        graph=_write_graph(store, model),
+        graph=write_graph(store, model),
         tokenizer=_put(store, pack(ir)),
         embedding=blobs[0],
         layers=tuple(blobs[1:-1]),
@@ -157,7 +157,8 @@ def _stand_in(constant: ov.Node, name: str) -> ov.Node:
     return parameter
 
 
-def _write_graph(store: Store, model: ov.Model) -> BlobRef:
+def write_graph(store: Store, model: ov.Model) -> BlobRef:
+    """The graph's blob: structure and small constants, without the weights that parameters stand for."""
     with tempfile.TemporaryDirectory() as folder:
         xml, weights = Path(folder, "graph.xml"), Path(folder, "graph.bin")
         ov.serialize(model, xml, weights)
@@ -168,7 +169,8 @@ def _put(store: Store, data: bytes) -> BlobRef:
     return BlobRef(store.put_bytes(data), len(data))
 
 
-def _kv_bytes_per_token(graph: Graph, layer_map: LayerMap) -> tuple[int, ...]:
+def kv_bytes_per_token(graph: Graph, layer_map: LayerMap) -> tuple[int, ...]:
+    """See `Manifest`. Raises `ModelError` for a cache without fixed heads and size."""
     sizes = [0] * layer_map.layers
     for i, layer in layer_map.cache_layer.items():
         if graph.types[i] == "ReadValue":
@@ -183,7 +185,7 @@ def _kv_bytes_per_token(graph: Graph, layer_map: LayerMap) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _context_tokens(ir: Path) -> int:
+def context_tokens(ir: Path) -> int:
     """`max_position_embeddings` of the model's own configuration."""
     try:
         config = json.loads((ir / "config.json").read_text(encoding="utf-8"))
