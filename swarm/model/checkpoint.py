@@ -86,7 +86,7 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     """Reads the index, no tensor. Raises `UsageError` where `directory` holds no checkpoint in safetensors."""
     if (directory / _INDEX).is_file():
         try:
-            files = json.loads((directory / _INDEX).read_text(encoding="utf-8"))["weight_map"]
+            files = dict(json.loads((directory / _INDEX).read_text(encoding="utf-8"))["weight_map"])
         except (ValueError, KeyError, TypeError) as error:
             raise _damaged(directory / _INDEX, f"{type(error).__name__}: {error}"[:200]) from None
         # A file's name comes from the checkpoint: it must not lead out of the directory.
@@ -111,7 +111,9 @@ def _read_header(file: Path) -> dict[str, _Place]:
     try:
         header: dict[str, Any] = json.loads(data)
         return {
-            name: _Place(file, entry["dtype"], tuple(entry["shape"]), 8 + size + entry["data_offsets"][0])
+            name: _Place(
+                file, str(entry["dtype"]), tuple(map(int, entry["shape"])), 8 + size + int(entry["data_offsets"][0])
+            )
             for name, entry in header.items()
             if name != "__metadata__"
         }

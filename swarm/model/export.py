@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -35,6 +36,8 @@ from swarm.model.skeleton import EMBEDDING, Weight, trace
 from swarm.model.store import Store
 from swarm.model.tokenizer import TOKENIZER_FILES, TOKENIZER_IRS, pack
 from swarm.protocol.errors import ModelError, SwarmError, UsageError
+
+_COUNTED = re.compile(r"[A-Za-z0-9]+_\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,7 @@ def export(
     blobs = {}
     for part in sorted(wanted):
         blobs[part] = _write_part(store, tensors, [entry for entry in entries if entry.weight.part == part])
+    _name_by_place(skeleton.model)
     graph = Graph.of(skeleton.model)
     layer_map = map_layers(graph)
     with tempfile.TemporaryDirectory() as folder:
@@ -114,6 +118,13 @@ def _replace_weights(model: ov.Model, weights: Sequence[Weight], format_: Format
     model.add_parameters(parameters)
     model.validate_nodes_and_infer_types()
     return entries
+
+
+def _name_by_place(model: ov.Model) -> None:
+    """OpenVINO counts the nodes of a process in their names: count those of the graph, so that its blob is the same."""
+    for place, node in enumerate(model.get_ordered_ops()):
+        if _COUNTED.fullmatch(node.get_friendly_name()):
+            node.set_friendly_name(f"{node.get_type_name()}_{place}")
 
 
 def _stand_in(array: Stored, name: str) -> ov.Node:
