@@ -23,7 +23,7 @@ from swarm.protocol.tensors import Array
 GROUPS = (128, 64, 32)
 """Numbers of a row that share an INT4 scale: the first that divides the row. Rows that none divides become INT8."""
 
-BAND_NUMBERS = 16 * 1024 * 1024
+BAND_NUMBERS = 8 * 1024 * 1024
 """Of a matrix at a time; in f32 four times as many bytes."""
 
 

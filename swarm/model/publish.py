@@ -96,7 +96,8 @@ def _owners(graph: Graph, layer_map: LayerMap) -> dict[int, int]:
         caches = [i for i, owner in layer_map.cache_layer.items() if owner == layer and graph.types[i] == "Assign"]
         last = layer == layer_map.layers - 1
         end = head_row[0] if last else layer_map.boundaries[layer]
-        spans.append((layer, [end, *caches], {layer_map.entry(layer)}))
+        fed = {cache.new for cache in layer_map.crossing(layer)}
+        spans.append((layer, [end, *caches], {layer_map.entry(layer), *fed}))
     spans.append((layer_map.layers, [layer_map.result], {head_row[0]}))
     for part, ends, stops in spans:
         for constant in _constants_behind(graph, ends, stops):
