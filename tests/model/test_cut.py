@@ -24,7 +24,7 @@ from swarm.model.tiny import HEAD_SIZE, HIDDEN, KV_HEADS, VOCABULARY, tiny_model
 from swarm.protocol.errors import UnsupportedModelError
 from swarm.protocol.tensors import Array
 from tests.engine.chains import DEVICE, THREADS, assert_same_bits, plain
-from tests.model.graphs import Node, attentions, caches, rewire
+from tests.model.graphs import SHARING, Node, attentions, caches, rewire, sharing
 
 LAYERS = 3
 
@@ -210,21 +210,6 @@ def test_what_reads_an_earlier_cache_itself_is_refused() -> None:
 
 
 # --- caches that later layers read too --------------------------------------------------------------------------------
-
-SHARING = 4
-"""Layers with a cache; another one behind them has none and reads an earlier layer's."""
-
-
-def sharing(*shared: int) -> ov.Model:
-    """A tiny model whose last layers have no cache, and read the keys and values of the layers `shared`."""
-    model = tiny_model(SHARING + len(shared))
-    layers = attentions(model)
-    for reader, source in zip(layers[SHARING:], shared, strict=True):
-        for port in (1, 2):
-            rewire(reader, port, layers[source].input_value(port))
-    kept = {f"past_key_values.{layer}." for layer in range(SHARING)}
-    sinks = [sink for sink in model.get_sinks() if sink.get_variable_id()[: len("past_key_values.0.")] in kept]
-    return ov.Model(model.get_results(), sinks, model.get_parameters(), "sharing")
 
 
 def sharing_engine(start: int, end: int, *shared: int) -> PagedEngine:
