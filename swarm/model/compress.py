@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import math
 from dataclasses import dataclass
 from enum import Enum
@@ -121,6 +122,7 @@ def _compress(kind: Kind, values: Array) -> list[Any]:
     """The constants that NNCF makes of a matrix: values, zero points where there are some, scales."""
     import nncf
 
+    nncf.set_log_level(logging.WARNING)  # otherwise a table for every matrix
     rows = ops.parameter([-1, values.shape[1]], ov.Type.f32)
     product = ops.matmul(rows, ops.constant(values, shared_memory=True), False, True)
     model = ov.Model([ops.result(product)], [rows], "matrix")

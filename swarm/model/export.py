@@ -3,8 +3,8 @@
 The graph comes from the configuration (see `skeleton`), the blobs of the layers ``[start, end)`` from the tensors of
 those layers, one band of a matrix at a time: memory does not grow with the model, nor with the range. Nothing but the
 layer itself goes into its blob, so nodes that export different ranges make the blobs that one node would make of
-the whole. `RESULT` is a manifest in which the parts that were not exported are `ABSENT`; `manifest.join` puts such
-manifests together.
+the whole. `RESULT` is a manifest in which the parts that were not exported are `ABSENT`; `publish_parts`
+makes one manifest of several.
 
 Run as a process of its own, which gives the memory of torch back. Needs the extra `export`.
 """
@@ -208,8 +208,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--name", default="", help="of the model (default: the directory's)")
     parser.add_argument("--source", default="", help="what the manifest names as its source")
     options = parser.parse_args(arguments)
-    # Nothing of this is anybody else's business, and all of it is on this disk.
-    os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "NNCF_CI": "1"}
+    # All of it is on this disk, and nobody else's business: with CI set, these packages send no figures home.
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "NNCF_CI": "1", "CI": "true"}
     try:
         start, end = _read_range(options.layers)
         store = Store(options.store)

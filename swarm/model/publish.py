@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import cbor2
@@ -16,7 +16,7 @@ import openvino as ov
 from openvino import opset13 as ops
 
 from swarm.model.layers import Graph, LayerMap, map_layers
-from swarm.model.manifest import BlobRef, Manifest, TensorRef
+from swarm.model.manifest import BlobRef, Manifest, TensorRef, join
 from swarm.model.store import Store
 from swarm.model.tokenizer import pack
 from swarm.protocol.errors import ModelError
@@ -79,6 +79,17 @@ def publish(ir: Path, store: Store, name: str, source: str, on_progress: Callabl
     )
     identity = store.put_bytes(manifest.encode())
     store.mark_manifest(identity, name, source)
+    return identity
+
+
+def publish_parts(store: Store, parts: Sequence[Manifest]) -> BlobId:
+    """The id of the one manifest that `parts` make, which goes into the store; see `export`.
+
+    Their blobs may be on the nodes that exported them. Raises `ModelError` where the parts do not fit or are not all.
+    """
+    manifest = join(parts)
+    identity = store.put_bytes(manifest.encode())
+    store.mark_manifest(identity, manifest.name, manifest.source)
     return identity
 
 

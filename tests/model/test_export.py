@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import openvino_genai
 import pytest
 
 from bench.export import export as export_watched
@@ -19,7 +20,7 @@ from swarm.model.compress import Kind, compress
 from swarm.model.convert import REFUSED
 from swarm.model.manifest import ABSENT, Manifest, join
 from swarm.model.store import Store
-from swarm.model.tokenizer import TOKENIZER_IRS
+from swarm.model.tokenizer import TOKENIZER_IRS, unpack
 from tests.engine.chains import Published, assert_decodes_like, plain
 from tests.model.test_families import COMMON, FAMILIES, Family
 
@@ -150,6 +151,35 @@ def test_what_is_refused(change: dict[str, object], span: str, reason: str, tmp_
     assert done.returncode == REFUSED
     assert reason in done.stderr.splitlines()[-1]
     assert not (tmp_path / "result").exists()
+
+
+def test_the_checkpoints_own_tokenizer(tmp_path: Path) -> None:
+    """Converted the same everywhere; it encodes as the original does, however long the text is."""
+    tokenizers = pytest.importorskip("tokenizers")
+    transformers = pytest.importorskip("transformers")
+    checkpoint = write_family(FAMILIES[2], tmp_path / "hf")
+    for name in TOKENIZER_IRS:
+        (checkpoint / name).unlink()
+    text = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    special = ["<s>", "</s>"]
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=1000, special_tokens=special, initial_alphabet=alphabet)
+    made.train_from_iterator([text], trainer)
+    original = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token="<s>", eos_token="</s>", pad_token="</s>", model_max_length=2048
+    )
+    original.save_pretrained(checkpoint)
+
+    parts = [export(checkpoint, tmp_path / "store", span) for span in ("0:2", "2:4")]
+    unpack(Store(tmp_path / "store").read(join(parts).tokenizer.id), tmp_path)
+    tokenizer = openvino_genai.Tokenizer(str(tmp_path))
+    for sample in ("Grüße, 2 €", 3 * text):
+        ids = tokenizer.encode(sample, add_special_tokens=True).input_ids.data[0].tolist()
+        assert ids == original(sample).input_ids
+        assert tokenizer.decode(ids) == sample
 
 
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
