@@ -1,6 +1,6 @@
 """Peak memory and time of exporting a checkpoint's layers: whole, half and quarter, beside optimum-intel's own export.
 
-``python -m bench.export [--layers 24] [--hidden 1024] [--quick]``. Needs the extra `export`; about 2 GB of disk for the
+``python -m bench.export [--layers 8] [--hidden 2048] [--quick]``. Needs the extra `export`; about 3 GB of disk for the
 checkpoint of random weights, f32.
 """
 
@@ -116,8 +116,8 @@ def export_by_optimum(checkpoint: Path, target: Path) -> Cost:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.export", description=__doc__)
-    parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--hidden", type=int, default=1024, help="a multiple of 128")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=2048, help="a multiple of 128")
     parser.add_argument("--quick", action="store_true", help="a small model, nothing kept")
     arguments = parser.parse_args()
     layers, hidden = (4, 256) if arguments.quick else (arguments.layers, arguments.hidden)

@@ -12,6 +12,7 @@ Run as a process of its own, which gives the memory of torch back. Needs the ext
 from __future__ import annotations
 
 import argparse
+import gc
 import math
 import os
 import re
@@ -61,6 +62,7 @@ def export(
     """
     tensors = open_checkpoint(checkpoint)
     skeleton = trace(checkpoint)
+    gc.collect()  # what the tracer leaves behind
     layers = skeleton.layers
     end = layers if end is None else end
     if not 0 <= start < end <= layers:
