@@ -2,7 +2,7 @@
 
 Found by walking the graph, never by node names: exporters name nodes differently, but every one of them names the KV
 variables ``past_key_values.{i}…``. Layer i's boundary is the last tensor before layer i+1's cache through which
-everything flows: the residual stream.
+everything flows: the residual stream. Caches that later layers read too go past it (see `sharing`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import openvino as ov
 
+from swarm.model.sharing import SharedCache, find_shared
 from swarm.protocol.errors import UnsupportedModelError
 from swarm.protocol.limits import MAX_LAYERS
 
@@ -59,10 +60,16 @@ class LayerMap:
     result: int
     cache_layer: dict[int, int]
     """From each KV ReadValue and Assign to its layer."""
+    shared: tuple[SharedCache, ...] = ()
+    """Caches that later layers read too."""
 
     def entry(self, layer: int) -> int:
         """The node whose output `layer` reads."""
         return self.embedded if layer == 0 else self.boundaries[layer - 1]
+
+    def crossing(self, layer: int) -> tuple[SharedCache, ...]:
+        """The caches that earlier layers feed and `layer` or a later one reads."""
+        return tuple(cache for cache in self.shared if cache.layer < layer <= cache.last)
 
 
 def map_layers(graph: Graph) -> LayerMap:
@@ -72,7 +79,8 @@ def map_layers(graph: Graph) -> LayerMap:
     tokens = _single(graph, "Parameter", TOKENS_INPUT)
     result = _single(graph, "Result", None)
     deepest, flows = _depths(graph, cache_layer, tokens)
-    crossings = _crossings(graph, flows, result)
+    shared = find_shared(graph.nodes, graph.types, graph.inputs, cache_layer, deepest, flows)
+    crossings = _crossings(graph, flows, result, frozenset().union(*(cache.edges for cache in shared)))
     last: dict[int, int] = {}
     for node in crossings:
         last[deepest[node]] = node
@@ -84,7 +92,8 @@ def map_layers(graph: Graph) -> LayerMap:
             found=f"none after layer {missing[0]}" if missing[0] >= 0 else "none before layer 0",
         )
     head = _head(graph, result)
-    return LayerMap(layers, tokens, last[-1], tuple(last[i] for i in range(layers - 1)), head, result, cache_layer)
+    boundaries = tuple(last[i] for i in range(layers - 1))
+    return LayerMap(layers, tokens, last[-1], boundaries, head, result, cache_layer, shared)
 
 
 def _cache_layers(graph: Graph) -> dict[int, int]:
@@ -147,8 +156,8 @@ def _depths(graph: Graph, cache_layer: dict[int, int], tokens: int) -> tuple[lis
     return deepest, flows
 
 
-def _crossings(graph: Graph, flows: list[bool], result: int) -> list[int]:
-    """The nodes through which every path from tokens to logits goes, in order."""
+def _crossings(graph: Graph, flows: list[bool], result: int, aside: frozenset[tuple[int, int]]) -> list[int]:
+    """The nodes through which every path from tokens to logits goes, in order; the edges `aside` are no paths."""
     reaches = [False] * len(graph.nodes)
     reaches[result] = True
     for i in range(len(graph.nodes) - 1, -1, -1):
@@ -160,7 +169,7 @@ def _crossings(graph: Graph, flows: list[bool], result: int) -> list[int]:
     for i in path:
         if graph.types[i] != "ShapeOf":
             for p in graph.inputs[i]:
-                if p in last_use:
+                if p in last_use and (p, i) not in aside:
                     last_use[p] = i
     found, farthest = [], -1
     for i in path:

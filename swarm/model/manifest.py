@@ -8,8 +8,8 @@ manifest names them all; its own hash is the model's id.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import cbor2
@@ -38,6 +38,10 @@ class BlobRef:
     id: BlobId
     bytes: int
     tensors: tuple[TensorRef, ...] = ()
+
+
+ABSENT = BlobRef(BlobId("0" * 64), 1)
+"""In the place of a blob that another node makes; see `join`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +124,45 @@ class Manifest:
             for tensor in blob.tensors:
                 if min(tensor.offset, tensor.bytes, *tensor.shape) < 0 or tensor.offset + tensor.bytes > blob.bytes:
                     raise ModelError("a tensor outside its blob", found=tensor.name[:80])
+
+
+def join(manifests: Sequence[Manifest]) -> Manifest:
+    """One manifest of several, of the same model, that each have some of its blobs and `ABSENT` for the others.
+
+    Raises `ModelError` where they do not fit each other, or a blob is in none of them.
+    """
+    joined = manifests[0]
+    for other in manifests[1:]:
+        bare = [replace(one, embedding=ABSENT, head=ABSENT, layers=()) for one in (joined, other)]
+        if bare[0] != bare[1] or len(joined.layers) != len(other.layers):
+            differing = [name for name, value in asdict(bare[0]).items() if value != asdict(bare[1])[name]]
+            raise ModelError(
+                "the parts of a model do not fit each other",
+                expected="the same model, exported by the same versions",
+                found=f"another {', '.join(differing) or 'number of layers'}",
+            )
+        joined = replace(
+            joined,
+            embedding=_join_blob(joined.embedding, other.embedding),
+            layers=tuple(_join_blob(a, b) for a, b in zip(joined.layers, other.layers, strict=True)),
+            head=_join_blob(joined.head, other.head),
+        )
+    missing = [i for i, blob in enumerate(joined.layers) if blob == ABSENT]
+    if missing or ABSENT in (joined.embedding, joined.head):
+        raise ModelError(
+            "parts of a model are missing",
+            expected=f"all of {len(joined.layers)} layers, embedding and head",
+            found=f"no layers {missing}"[:200] if missing else "no embedding or no head",
+        )
+    return joined
+
+
+def _join_blob(one: BlobRef, other: BlobRef) -> BlobRef:
+    if ABSENT in (one, other):
+        return other if one == ABSENT else one
+    if one != other:
+        raise ModelError("two nodes made different blobs of the same layer", expected=one.id, found=other.id)
+    return one
 
 
 def blob_id(data: bytes) -> BlobId:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import cbor2
@@ -18,7 +18,7 @@ from openvino import opset13 as ops
 
 from swarm.model.inventory import make_room
 from swarm.model.layers import Graph, LayerMap, map_layers
-from swarm.model.manifest import BlobRef, Manifest, TensorRef
+from swarm.model.manifest import BlobRef, Manifest, TensorRef, join
 from swarm.model.store import Store
 from swarm.model.tokenizer import pack
 from swarm.protocol.errors import ModelError
@@ -74,16 +74,16 @@ def publish(
     hidden = graph.nodes[layer_map.embedded].get_output_partial_shape(0)[2].get_length()
     vocabulary = graph.nodes[layer_map.result].get_output_partial_shape(0)[2].get_length()
     tied = _is_tied(graph, layer_map, owners)
-    kv = _kv_bytes_per_token(graph, layer_map)
+    kv = kv_bytes_per_token(graph, layer_map)
     model.add_parameters(parameters)
     manifest = Manifest(
         name=name,
         source=source,
         hidden_size=hidden,
         vocabulary=vocabulary,
-        context_tokens=_context_tokens(ir),
+        context_tokens=context_tokens(ir),
         kv_bytes_per_token=kv,
-        graph=_write_graph(store, model),
+        graph=write_graph(store, model),
         tokenizer=_put(store, pack(ir)),
         embedding=blobs[0],
         layers=tuple(blobs[1:-1]),
@@ -94,6 +94,17 @@ def publish(
     )
     identity = store.put_bytes(manifest.encode())
     store.mark_manifest(identity, name, source)
+    return identity
+
+
+def publish_parts(store: Store, parts: Sequence[Manifest]) -> BlobId:
+    """The id of the one manifest that `parts` make, which goes into the store; see `export`.
+
+    Their blobs may be on the nodes that exported them. Raises `ModelError` where the parts do not fit or are not all.
+    """
+    manifest = join(parts)
+    identity = store.put_bytes(manifest.encode())
+    store.mark_manifest(identity, manifest.name, manifest.source)
     return identity
 
 
@@ -111,7 +122,8 @@ def _owners(graph: Graph, layer_map: LayerMap) -> dict[int, int]:
         caches = [i for i, owner in layer_map.cache_layer.items() if owner == layer and graph.types[i] == "Assign"]
         last = layer == layer_map.layers - 1
         end = head_row[0] if last else layer_map.boundaries[layer]
-        spans.append((layer, [end, *caches], {layer_map.entry(layer)}))
+        fed = {cache.new for cache in layer_map.crossing(layer)}
+        spans.append((layer, [end, *caches], {layer_map.entry(layer), *fed}))
     spans.append((layer_map.layers, [layer_map.result], {head_row[0]}))
     for part, ends, stops in spans:
         for constant in _constants_behind(graph, ends, stops):
@@ -172,7 +184,8 @@ def _stand_in(constant: ov.Node, name: str) -> ov.Node:
     return parameter
 
 
-def _write_graph(store: Store, model: ov.Model) -> BlobRef:
+def write_graph(store: Store, model: ov.Model) -> BlobRef:
+    """The graph's blob: structure and small constants, without the weights that parameters stand for."""
     with tempfile.TemporaryDirectory() as folder:
         xml, weights = Path(folder, "graph.xml"), Path(folder, "graph.bin")
         ov.serialize(model, xml, weights)
@@ -192,7 +205,8 @@ def _main_type(layers: Iterable[BlobRef]) -> str:
     return sizes.most_common(1)[0][0] if sizes else ""
 
 
-def _kv_bytes_per_token(graph: Graph, layer_map: LayerMap) -> tuple[int, ...]:
+def kv_bytes_per_token(graph: Graph, layer_map: LayerMap) -> tuple[int, ...]:
+    """See `Manifest`. Raises `ModelError` for a cache without fixed heads and size."""
     sizes = [0] * layer_map.layers
     for i, layer in layer_map.cache_layer.items():
         if graph.types[i] == "ReadValue":
@@ -207,7 +221,7 @@ def _kv_bytes_per_token(graph: Graph, layer_map: LayerMap) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _context_tokens(ir: Path) -> int:
+def context_tokens(ir: Path) -> int:
     """`max_position_embeddings` of the model's own configuration."""
     try:
         config = json.loads((ir / "config.json").read_text(encoding="utf-8"))

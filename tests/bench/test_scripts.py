@@ -51,6 +51,14 @@ def test_two_nodes() -> None:
     assert figures["smollm2_two_nodes_one_user"] > 0
 
 
+@pytest.mark.export
+def test_export() -> None:
+    pytest.importorskip("optimum.intel")
+    figures = run_quickly("bench.export")
+    assert min(figures.values()) > 0
+    assert {"whole_peak_mb", "half_peak_mb", "quarter_peak_mb", "quarter_to_optimum_whole"} <= figures.keys()
+
+
 def test_only_what_all_users_shared_counts() -> None:
     early = Stream(asked=0.0, pieces=(1.0, 2.0, 3.0, 4.0, 5.0), tokens=5, text="")
     late = Stream(asked=0.0, pieces=(2.5, 3.5, 4.5, 5.5, 6.5), tokens=9, text="")

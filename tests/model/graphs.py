@@ -9,6 +9,8 @@ from typing import Any
 import openvino as ov
 from openvino import opset13 as ops
 
+from swarm.model.tiny import tiny_model
+
 Node = Any
 """openvino.Node; its operators are not typed."""
 
@@ -47,3 +49,18 @@ def attentions(model: ov.Model) -> list[Node]:
 def caches(model: ov.Model) -> list[Node]:
     """The ReadValues, keys and values of layer after layer."""
     return sorted(of_type(model, "ReadValue"), key=lambda node: node.get_variable_id())
+
+
+SHARING = 4
+"""Layers of `sharing` with a cache of their own."""
+
+
+def sharing(*shared: int) -> ov.Model:
+    """A tiny model with more layers than `SHARING`, which read the keys and values of the layers `shared`."""
+    model = tiny_model(SHARING + len(shared))
+    layers = attentions(model)
+    for reader, source in zip(layers[SHARING:], shared, strict=True):
+        for port in (1, 2):
+            rewire(reader, port, layers[source].input_value(port))
+    sinks = [sink for sink in model.get_sinks() if int(sink.get_variable_id().split(".")[1]) < SHARING]
+    return ov.Model(model.get_results(), sinks, model.get_parameters(), "sharing")

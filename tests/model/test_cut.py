@@ -6,6 +6,7 @@ then single rows, so that batch, rows, past and total length all differ.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import cache
 
@@ -19,11 +20,11 @@ from swarm.engine.selftest import Chain
 from swarm.model.cut import HIDDEN_INPUT, HIDDEN_OUTPUT, LOGITS_OUTPUT, cut
 from swarm.model.layers import Graph, map_layers
 from swarm.model.shard import Shard
-from swarm.model.tiny import HIDDEN, KV_HEADS, VOCABULARY, tiny_model
+from swarm.model.tiny import HEAD_SIZE, HIDDEN, KV_HEADS, VOCABULARY, tiny_model
 from swarm.protocol.errors import UnsupportedModelError
 from swarm.protocol.tensors import Array
 from tests.engine.chains import DEVICE, THREADS, assert_same_bits, plain
-from tests.model.graphs import Node, attentions, caches, rewire
+from tests.model.graphs import SHARING, Node, attentions, caches, rewire, sharing
 
 LAYERS = 3
 
@@ -70,9 +71,9 @@ def test_shards_leave_each_others_weights_out() -> None:
 class Stateful:
     """Shards run one after the other as the plugin runs them, without the paged pass."""
 
-    def __init__(self, shards: list[ov.Model]) -> None:
+    def __init__(self, shards: list[ov.Model], **more: str) -> None:
         core = ov.Core()
-        properties = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0}
+        properties = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0} | more
         self._requests = [core.compile_model(shard, "CPU", properties).create_infer_request() for shard in shards]
         self._past = 0
 
@@ -206,6 +207,48 @@ def test_what_reads_an_earlier_cache_itself_is_refused() -> None:
     rewire(head, 0, ops.add(head.input_value(0), total))
     with pytest.raises(UnsupportedModelError, match=r"layer 2 reads more than the layer before it.*found ReadValue"):
         cut(model, 2, LAYERS)
+
+
+# --- caches that later layers read too --------------------------------------------------------------------------------
+
+
+def sharing_engine(start: int, end: int, *shared: int) -> PagedEngine:
+    return PagedEngine(Shard(cut(sharing(*shared), start, end)), DEVICE, 256, VOCABULARY, THREADS)
+
+
+@pytest.mark.parametrize("shared", [(0,), (0, 2), (0, 0), (SHARING - 1,)])
+def test_layers_that_share_a_cache(shared: tuple[int, ...]) -> None:
+    prompt = np.random.default_rng(1).integers(0, VOCABULARY, 40).tolist()
+    whole = plain(Chain([sharing_engine(0, SHARING, *shared)]), 1, prompt, 8)
+    for cuts in ([1], [3], list(range(1, SHARING))):
+        ends = [0, *cuts, SHARING]
+        chain = Chain([sharing_engine(a, b, *shared) for a, b in itertools.pairwise(ends)])
+        assert_same_bits(plain(chain, 1, prompt, 8).logits, whole.logits, f"sharing {shared}, cut before {cuts}")
+
+
+def test_layers_that_share_a_cache_run_stateful_too() -> None:
+    """Close, not equal: the plugin fuses attention with a cache of one reader, as in the shard, and not of two."""
+    whole = Stateful([sharing(0)], KV_CACHE_PRECISION="f32")
+    chain = Stateful([cut(sharing(0), a, b) for a, b in ((0, 2), (2, 3), (3, SHARING))], KV_CACHE_PRECISION="f32")
+    random = np.random.default_rng(3)
+    for rows in (7, 1, 4, 1):
+        ids = random.integers(0, VOCABULARY, (2, rows))
+        np.testing.assert_allclose(chain.run(ids), whole.run(ids), atol=1e-4)
+
+
+def test_a_shared_cache_crosses_while_it_is_needed() -> None:
+    """As wide as its keys and values from the layer behind it to the last that reads it, and no cache on the way."""
+    wide = HIDDEN + 2 * KV_HEADS * HEAD_SIZE
+    widths = [cut(sharing(2), at, SHARING).input(HIDDEN_INPUT).get_partial_shape()[2] for at in range(1, SHARING)]
+    assert widths == [HIDDEN, HIDDEN, wide]
+    passing = cut(sharing(0), 1, 3)
+    assert [str(port.get_partial_shape()) for port in (passing.input(HIDDEN_INPUT), passing.outputs[0])] == [
+        f"[?,?,{wide}]"
+    ] * 2
+    assert {node.get_variable_id().split(".")[1] for node in caches(passing)} == {"1", "2"}
+    reading = cut(sharing(0), 3, SHARING)
+    assert {node.get_variable_id().split(".")[1] for node in caches(reading)} == {"0", "3"}
+    assert len(reading.get_sinks()) == 4
 
 
 # --- a graph as openvino_genai writes it ----------------------------------------------------------------------------

@@ -104,14 +104,6 @@ def skip_connection(_folder: Path) -> ov.Model:
     return model
 
 
-def shared_cache(_folder: Path) -> ov.Model:
-    """A layer attends over the keys of the layer before, as in Gemma 3n."""
-    model = tiny_model(3)
-    before, last = attentions(model)[1:]
-    rewire(last, 1, before.input_value(1))
-    return model
-
-
 def no_head(_folder: Path) -> ov.Model:
     """Logits that come of two things."""
     model = tiny_model(2)
@@ -128,13 +120,26 @@ def no_head(_folder: Path) -> ov.Model:
         (no_tokens, "expected one input_ids; found 0"),
         (two_outputs, "expected one output .*found 2"),
         (skip_connection, "cannot be told apart.*none after layer 1"),
-        (shared_cache, "cannot be told apart.*none after layer 1"),
         (no_head, "no head before the logits"),
     ],
 )
 def test_graphs_that_cannot_be_cut_say_why(tmp_path: Path, make: Callable[[Path], ov.Model], reason: str) -> None:
     with pytest.raises(UnsupportedModelError, match=reason):
         map_layers(Graph.of(make(tmp_path)))
+
+
+def test_a_cache_that_a_later_layer_reads_is_told() -> None:
+    """A layer attends over the keys of the first one, as in Gemma 3n."""
+    model = tiny_model(3)
+    first, _, last = attentions(model)
+    rewire(last, 1, first.input_value(1))
+    graph = Graph.of(model)
+    layer_map = map_layers(graph)
+    assert [len(layer_map.crossing(layer)) for layer in range(3)] == [0, 1, 1]
+    (shared,) = layer_map.shared
+    assert (shared.layer, shared.first, shared.last) == (0, 2, 2)
+    assert graph.nodes[shared.read].get_variable_id() == "past_key_values.0.keypresent.0.key"
+    assert not map_layers(Graph.of(tiny_model(3))).shared
 
 
 def test_the_helpers_find_their_nodes() -> None:

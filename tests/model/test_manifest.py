@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.model.manifest import FORMAT, BlobRef, Manifest, TensorRef, blob_id
+from swarm.model.manifest import ABSENT, FORMAT, BlobRef, Manifest, TensorRef, blob_id, join
 from swarm.protocol import limits
 from swarm.protocol.errors import ModelError
 from swarm.protocol.ids import BlobId
@@ -193,3 +193,38 @@ def test_any_value_at_any_place(data: st.DataObject) -> None:
             break
         place = inner
     decodes_or_says_why(cbor2.dumps(tree))
+
+
+# --- parts of a model that several nodes exported ---------------------------------------------------------------------
+
+
+def part(start: int, end: int) -> Manifest:
+    """What a node makes that exports layers ``[start, end)``."""
+    layers = tuple(ref if start <= i < end else ABSENT for i, ref in enumerate(MANIFEST.layers))
+    return replace(
+        MANIFEST,
+        embedding=MANIFEST.embedding if start == 0 else ABSENT,
+        layers=layers,
+        head=MANIFEST.head if end == len(layers) else ABSENT,
+    )
+
+
+@pytest.mark.parametrize("spans", [[(0, 3)], [(0, 1), (1, 3)], [(2, 3), (0, 1), (1, 2)], [(0, 2), (1, 3)]])
+def test_parts_join_to_the_whole(spans: list[tuple[int, int]]) -> None:
+    parts = [Manifest.decode(part(*span).encode()) for span in spans]
+    assert join(parts) == MANIFEST
+
+
+@pytest.mark.parametrize("spans", [[(0, 1)], [(0, 1), (2, 3)], [(0, 2)], [(1, 3)]])
+def test_missing_parts_are_told(spans: list[tuple[int, int]]) -> None:
+    with pytest.raises(ModelError, match="parts of a model are missing"):
+        join([part(*span) for span in spans])
+
+
+def test_parts_of_different_models_do_not_join() -> None:
+    with pytest.raises(ModelError, match="found another graph, tied"):
+        join([part(0, 2), replace(part(2, 3), graph=blob(9, 5000, 0), tied=True)])
+    with pytest.raises(ModelError, match="found another number of layers"):
+        join([part(0, 2), replace(part(2, 3), layers=part(2, 3).layers[1:])])
+    with pytest.raises(ModelError, match="different blobs of the same layer"):
+        join([part(0, 2), replace(part(1, 3), layers=(ABSENT, blob(9), MANIFEST.layers[2]))])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import cbor2
@@ -11,8 +12,15 @@ import openvino as ov
 import pytest
 from openvino import opset13 as ops
 
-from swarm.model.manifest import BlobRef, Manifest
-from swarm.model.publish import ALIGNMENT, DEFAULT_CONTEXT_TOKENS, WEIGHT_MIN_BYTES, _write_blob, publish
+from swarm.model.manifest import ABSENT, BlobRef, Manifest
+from swarm.model.publish import (
+    ALIGNMENT,
+    DEFAULT_CONTEXT_TOKENS,
+    WEIGHT_MIN_BYTES,
+    _write_blob,
+    publish,
+    publish_parts,
+)
 from swarm.model.store import Store
 from swarm.model.tiny import HIDDEN, VOCABULARY
 from swarm.protocol.errors import ModelError, StoreError, UnsupportedModelError
@@ -49,6 +57,20 @@ def large_constants(ir: Path) -> list[int]:
     model = ov.Core().read_model(ir / "openvino_model.xml")
     sizes = [node.get_byte_size() for node in model.get_ordered_ops() if node.get_type_name() == "Constant"]
     return sorted(size for size in sizes if size >= WEIGHT_MIN_BYTES)
+
+
+def test_parts_are_published_as_the_whole(untied: Published, tmp_path: Path) -> None:
+    """Two nodes export a part each: the model has the id that one node would have given it."""
+    whole = untied.manifest
+    first = replace(whole, layers=(*whole.layers[:1], ABSENT, ABSENT), head=ABSENT)
+    second = replace(whole, embedding=ABSENT, layers=(ABSENT, *whole.layers[1:]))
+    store = opened(tmp_path)
+    with pytest.raises(ModelError, match="parts of a model are missing"):
+        publish_parts(store, [first])
+    assert store.manifests() == ()
+    identity = publish_parts(store, [second, first])
+    assert identity == untied.store.manifests()[0].blob
+    assert [entry.blob for entry in store.manifests()] == [identity]
 
 
 def weight_blobs(manifest: Manifest) -> list[BlobRef]:

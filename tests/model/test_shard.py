@@ -10,6 +10,7 @@ from pathlib import Path
 
 import cbor2
 import numpy as np
+import openvino as ov
 import pytest
 
 from swarm.engine.selftest import Chain
@@ -18,6 +19,7 @@ from swarm.model.shard import load_shard
 from swarm.model.store import Store
 from swarm.protocol.errors import ModelError, StoreError
 from tests.engine.chains import Published, assert_same_bits, plain, published, write_tiny_ir
+from tests.model.graphs import SHARING, sharing
 
 LAYERS = 3
 
@@ -43,6 +45,16 @@ def test_a_chain_out_of_the_store_is_the_whole_model(
 @pytest.mark.parametrize("cuts", [[], [1]])
 def test_a_tied_head_reads_the_embedding(tied: Published, cuts: list[int]) -> None:
     compare(tied, cuts)
+
+
+def test_layers_that_share_a_cache_out_of_the_store(tmp_path: Path) -> None:
+    """The layer that feeds the cache stays out of the shard that reads it."""
+    ir = write_tiny_ir(tmp_path / "ir")
+    ov.save_model(sharing(0), ir / "openvino_model.xml", compress_to_fp16=False)
+    model = published(ir, tmp_path / "store")
+    assert model.layers == SHARING
+    assert len({blob.bytes for blob in model.manifest.layers[:-1]}) == 1
+    compare(model, [1, 3])
 
 
 def compare(model: Published, cuts: list[int]) -> None:
