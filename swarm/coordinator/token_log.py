@@ -82,8 +82,12 @@ class TokenLog:
         self._fed = min(self._fed, length)
 
     def reusable(self, prompt: Sequence[int]) -> int:
-        """How many first tokens of `prompt` need not be run again; at least its last token must be."""
-        held = min(self._fed, len(prompt) - 1)
+        """How many first tokens of `prompt` need not be run again; at least its last two must be.
+
+        The last one alone would be a decoded row, and its bits not those of the same prompt without a cache: the same
+        request with the same seed would get another answer the second time.
+        """
+        held = max(0, min(self._fed, len(prompt) - 2))
         same = 0
         while same < held:
             end = min(same + _COMPARE, held)

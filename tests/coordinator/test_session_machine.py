@@ -70,9 +70,9 @@ class SessionMachine(RuleBasedStateMachine):
         fed = self.session.log.fed
         effects = self.session.handle(self.turn, self.now)
         reused = self.session.reused
-        assert reused <= min(fed, len(prompt) - 1)
+        assert reused <= max(0, min(fed, len(prompt) - 2))
         assert [token for token, _ in self.truth[:reused]] == list(prompt[:reused])
-        assert reused >= min(fed, kept, len(prompt) - 1) - 1, "a rewind costs one token more at most"
+        assert reused >= min(fed, kept, len(prompt) - 2) - 1, "a rewind costs one token more at most"
         self.truth = self.truth[:reused] + prompt_rows(prompt[reused:])
         self.carry_out(effects)
 

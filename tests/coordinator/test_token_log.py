@@ -88,7 +88,7 @@ def test_long_prefixes_are_compared_to_the_last_id() -> None:
     log.mark_fed(5000)
     assert log.reusable([*range(4321), -1, *range(4322, 6000)]) == 4321
     assert log.reusable(range(6000)) == 5000
-    assert log.reusable(range(5000)) == 4999
+    assert log.reusable(range(5000)) == 4998
 
 
 def test_only_what_is_in_the_log_can_be_fed() -> None:
@@ -96,3 +96,15 @@ def test_only_what_is_in_the_log_can_be_fed() -> None:
     log.append_prompt([1, 2])
     with pytest.raises(ValueError, match="outside"):
         log.mark_fed(3)
+
+
+def test_the_same_prompt_again_is_run_as_it_was_the_first_time() -> None:
+    """A lone last token would be a decoded row: the same seed would then draw another answer."""
+    log = TokenLog()
+    log.append_prompt(range(20))
+    log.mark_fed(20)
+    reused = log.reusable(range(20))
+    log.truncate(reused)
+    log.append_prompt(range(reused, 20))
+    assert reused == 18
+    assert {piece.kind for piece in log.pieces(256, 16)} == {RowKind.PREFILL}

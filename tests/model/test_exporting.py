@@ -26,6 +26,8 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> N
     """``swarm.model.export`` is `program`, in a package of its own."""
     package = tmp_path / "path" / "swarm" / "model"
     package.mkdir(parents=True)
+    for folder in (package.parent, package):  # whole packages: one without these would lose to an installed one
+        (folder / "__init__.py").touch()
     (package / "export.py").write_text(program, encoding="utf-8")
     monkeypatch.setattr(watched, "__file__", str(package / "watched.py"))
 

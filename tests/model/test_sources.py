@@ -200,6 +200,8 @@ def test_a_model_that_the_converter_refuses(tmp_path: Path) -> None:
 def test_a_converter_that_crashes(tiny_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "path" / "swarm" / "model"
     package.mkdir(parents=True)
+    for folder in (package.parent, package):  # whole packages: one without these would lose to an installed one
+        (folder / "__init__.py").touch()
     (package / "convert.py").write_text("import os; os.abort()", encoding="utf-8")
     monkeypatch.setattr(watched_room, "__file__", str(package / "watched.py"))
     with pytest.raises(UsageError, match=r"the converter ended with status .*out of memory"):
