@@ -172,9 +172,10 @@ class Store:
     def usage_bytes(self) -> int:
         """Disk space taken by blobs, whole and partial."""
         total = 0
-        for path in self.root.rglob("*"):
-            with contextlib.suppress(OSError):  # it may be gone by now
-                total += path.stat().st_size if path.is_file() else 0
+        for folder, _, files in os.walk(self.root):  # unlike `rglob` it goes on where a folder is gone by now
+            for name in files:
+                with contextlib.suppress(OSError):  # and so may a file
+                    total += Path(folder, name).stat().st_size
         return total
 
     def temporary(self) -> Path:

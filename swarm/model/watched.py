@@ -71,9 +71,10 @@ def run_watched(
 def bytes_under(directory: Path, *, links: bool = True) -> int:
     """Size of the files under `directory`; without `links`, those that have another name elsewhere do not count."""
     total = 0
-    for path in directory.rglob("*"):
-        with contextlib.suppress(OSError):  # it may be gone by now
-            status = path.stat()
-            if path.is_file() and (links or status.st_nlink == 1):
-                total += status.st_size
+    for folder, _, files in os.walk(directory):  # unlike `rglob` it goes on where a folder is gone by now
+        for name in files:
+            with contextlib.suppress(OSError):  # and so may a file
+                status = Path(folder, name).stat()
+                if links or status.st_nlink == 1:
+                    total += status.st_size
     return total
