@@ -19,6 +19,10 @@ from swarm.ring.transfer import BlobSource
 class LibraryOwner(Protocol):
     """What a library needs of its node; called from the event loop."""
 
+    @property
+    def plan(self) -> Plan:
+        """The plan in force."""
+
     def model_known(self, model: Model) -> None:
         """A model's manifest and tokenizer are here."""
 
@@ -113,7 +117,7 @@ class Library:
         except SwarmError:
             raise error from None
         if found != model.id:
-            if self._stage.worker is None:  # nobody runs the old one here, so the new one it may be
+            if not self._owner.plan.stages:  # nobody runs the old one, so the new one it will be
                 await self._read(found)
             raise error
 
