@@ -25,6 +25,7 @@ import openvino as ov
 from bench import models
 from bench.report import cores, on_core, ratios, report, spread
 from swarm.engine.paged import PagedEngine
+from swarm.engine.pages import use_huge_pages
 from swarm.engine.selftest import segment
 from swarm.model.cut import cut
 from swarm.model.grouping import weight_group, weights_of_graph
@@ -121,6 +122,7 @@ def engine_step(engine: PagedEngine) -> Callable[[], None]:
     prompt = np.random.default_rng(0).integers(100, 2000, _CONTEXT).tolist()
     engine.run([segment(0, 0, prompt)])
     gc.collect()
+    use_huge_pages()  # as a node does
 
     def step() -> None:
         engine.run([segment(0, _CONTEXT, [100])])

@@ -27,6 +27,7 @@ import openvino_genai
 from bench import models
 from bench.report import cores, first_in_line, on_core, percentile, pin, ratios, report, spread
 from swarm.engine.paged import PagedEngine
+from swarm.engine.pages import use_huge_pages
 from swarm.engine.selftest import Chain, segment
 from swarm.model.cut import cut
 from swarm.model.layers import Graph, map_layers
@@ -255,7 +256,10 @@ def chain_of(ir: Path, stages: int, kv_tokens: int) -> Chain:
     for start, end in itertools.pairwise(bounds):
         shard = Shard(cut(ov.Core().read_model(ir / "openvino_model.xml"), start, end))
         engines.append(PagedEngine(shard, "CPU", kv_tokens, vocabulary, threads=1))
-    return Chain(engines)
+    chain = Chain(engines)
+    chain.run([segment(0, 0, [1, 2])])
+    use_huge_pages()  # as a node does
+    return chain
 
 
 def _between(times: Sequence[float]) -> Iterator[float]:

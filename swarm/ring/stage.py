@@ -13,6 +13,7 @@ from anyio.abc import TaskGroup
 
 from swarm.engine.base import Engine
 from swarm.engine.paged import PagedEngine
+from swarm.engine.pages import use_huge_pages
 from swarm.model.inventory import make_room, pin
 from swarm.model.manifest import BlobRef, Manifest
 from swarm.model.shard import load_shard
@@ -216,10 +217,11 @@ class StageHost:
 
 
 def _warm_up(engine: Engine, manifest: Manifest, stage: Stage) -> None:
-    """A prefill and a decode step: kernels are made and memory is touched before the first prompt."""
+    """A prefill and a decode step: kernels are made, weights are packed, memory is touched before the first prompt."""
     session = SessionId("00000000-0-00000000")
     for kind, start, rows in ((RowKind.PREFILL, 0, WARM_UP_ROWS), (RowKind.DECODE, WARM_UP_ROWS, 1)):
         hidden = None if stage.start == 0 else np.zeros((rows, manifest.hidden_size), np.float32)
         tokens = tuple(range(rows))
         engine.run([Segment(session, NodeId("0" * 32), NO_EPOCH, 0, start, kind, tokens, 1, GREEDY, hidden)])
     engine.close_session(session)
+    use_huge_pages()
