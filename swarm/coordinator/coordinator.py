@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import anyio
 from anyio.abc import TaskGroup, TaskStatus
 
+from swarm.coordinator.adoption import Adoptions
 from swarm.coordinator.events import Begin
 from swarm.coordinator.idle import IdleLimits, IdlePool
 from swarm.coordinator.language import LanguageModel
@@ -29,7 +30,7 @@ from swarm.coordinator.turn import Turn
 from swarm.protocol import limits
 from swarm.protocol.errors import CapacityError, SessionError, SwarmError, UsageError
 from swarm.protocol.ids import NodeId, SessionId
-from swarm.protocol.messages import CloseSession, Drawn, Message, Refused
+from swarm.protocol.messages import Adopted, CloseSession, Drawn, Message, Refused
 from swarm.protocol.plan import Plan
 from swarm.ring.port import RingPort
 
@@ -81,6 +82,7 @@ class Coordinator:
         self._idle = IdlePool(self._limits.idle)
         self._counters = Counters()
         self._meter = TokenMeter()
+        self._adoptions = Adoptions(ring)
         self._plan = ring.plan
         self._requests = 0
         self._sessions = 0
@@ -236,6 +238,9 @@ class Coordinator:
     def drawn(self, message: Drawn) -> None:
         self._post(message)
 
+    def adopted(self, message: Adopted) -> None:
+        self._adoptions.answered(message)
+
     def refused(self, message: Refused) -> None:
         if message.session in self._turns and message.epoch == self._plan.epoch:
             # It may be a full KV cache: what is only kept gives way to what is being written.
@@ -258,13 +263,22 @@ class Coordinator:
     async def send(self, to: NodeId, message: Message) -> None:
         await self._ring.send(to, message)
 
+    async def adopt(self, session: Session, prompt: tuple[int, ...]) -> int:
+        if len(session.log):  # it goes on behind its own cache
+            return 0
+        try:
+            return await self._adoptions.ask(session.id, session.plan, prompt)
+        except BaseException:
+            self.close_session(session.id, _nodes(session.plan))
+            raise
+
     def emitted(self, tokens: int) -> None:
         self._meter.add(tokens, self._clock())
 
     def turn_over(self, turn: Turn) -> None:
         session = turn.session
         del self._turns[session.id]
-        if session.state is State.IDLE and session.plan.epoch == self._plan.epoch:
+        if session.state is State.IDLE and len(session.log) and session.plan.epoch == self._plan.epoch:
             self._close_kept(self._idle.put(session, self._clock()))
             if self._plan.kv_tokens:
                 self._close_kept(self._idle.shrink(int(self._plan.kv_tokens * self._limits.idle.share)))

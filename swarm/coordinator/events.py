@@ -26,6 +26,8 @@ class Begin:
     sampling: SamplingParams = GREEDY
     max_tokens: int | None = None
     stop_tokens: frozenset[int] = frozenset()
+    held: int = 0
+    """Positions of a new session's prompt that the stages hold already, computed for other sessions."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     reused_tokens: int
-    """Prompt tokens found in the cache of an earlier turn."""
+    """Prompt tokens that were not run again: of an earlier turn, or of another session that begins alike."""
     first_token_ms: float
     """Time to first token (TTFT)."""
     token_ms: float

@@ -161,6 +161,9 @@ class Session:
         self.reused = self.log.reusable(turn.prompt)
         self.log.truncate(self.reused)
         self.log.append_prompt(turn.prompt[self.reused :])
+        if turn.held and not self.reused:
+            self.log.mark_fed(turn.held)
+            self.reused = turn.held
         self._prompt_end = len(self.log)
         self._progress()
         return self._start(now)

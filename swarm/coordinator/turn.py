@@ -6,6 +6,7 @@ import itertools
 import statistics
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 import anyio
@@ -42,10 +43,13 @@ INBOX = 64
 
 
 class TurnOwner(Protocol):
-    """The coordinator, as its turns see it. All but `send` return at once."""
+    """The coordinator, as its turns see it. All but `send` and `adopt` return at once."""
 
     async def send(self, to: NodeId, message: Message) -> None:
         """As `RingPort.send`."""
+
+    async def adopt(self, session: Session, prompt: tuple[int, ...]) -> int:
+        """Positions of a new session's prompt that the stages hold already; takes a moment."""
 
     def emitted(self, tokens: int) -> None:
         """So many tokens were drawn."""
@@ -105,7 +109,8 @@ class Turn:
     async def run(self) -> None:
         try:
             with self._scope:
-                effects = self.session.handle(self._begin, self._clock())
+                held = await self._owner.adopt(self.session, self._begin.prompt)
+                effects = self.session.handle(replace(self._begin, held=held), self._clock())
                 while not await self._carry_out(effects):
                     effects = await self._next_effects()
         except anyio.BrokenResourceError:

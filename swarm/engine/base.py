@@ -52,6 +52,12 @@ class Engine(Protocol):
         A segment may come from a peer: ids outside the vocabulary and rows of another width are `SessionError`s.
         """
 
+    def adopt(self, session: SessionId, tokens: Sequence[int]) -> int:
+        """Begin a new session with what the cache holds of these first ids; returns how many positions that are.
+
+        They were computed for other sessions as prefill rows, so the bits are the same. 0 where nothing can be shared.
+        """
+
     def close_session(self, session: SessionId) -> None:
         """Free what is held for `session`; unknown ones are ignored."""
 

@@ -93,17 +93,17 @@ class PagedEngine:
             raise CapacityError(
                 "a segment too large", expected=f"at most {MAX_ROWS} rows", found=str(len(segment.tokens))
             )
-        need = self._pool.check(segment.session, segment.start, len(segment.tokens))
-        if need > self._pool.blocks:
+        self._pool.check(segment.session, segment.start, len(segment.tokens))
+        end, most = segment.start + len(segment.tokens), self._pool.blocks * self._pool.size
+        if end > most:
             raise CapacityError(
-                "a session longer than the KV cache",
-                expected=f"at most {self._pool.blocks * self._pool.size} positions",
-                found=str(segment.start + len(segment.tokens)),
+                "a session longer than the KV cache", expected=f"at most {most} positions", found=str(end)
             )
 
     def run(self, batch: Sequence[Segment]) -> list[Output]:
         self._pool.reserve((segment.session, segment.start, len(segment.tokens)) for segment in batch)
-        tables = [self._pool.extend(segment.session, segment.start, segment.tokens) for segment in batch]
+        tables = [self._pool.extend(each.session, each.start, each.tokens, each.kind) for each in batch]
+        self._copy_blocks(tables)
         rows = _Rows(batch, tables)
         if rows.count < MIN_ROWS:
             rows.pad(self._pool.SCRATCH)
@@ -114,11 +114,16 @@ class PagedEngine:
             self._request.infer()
         except RuntimeError as error:
             raise DeviceError("the device failed in a forward", found=_first_line(error)) from None
+        for table in tables:
+            self._pool.publish(table)
         result = self._request.get_output_tensor(0).data
         if self._last:
             return self._draw(batch, tables, result)
         hidden = result.reshape(result.shape[0], -1)
         return [Output(hidden=hidden[first : first + count].copy()) for first, count in rows.spans]
+
+    def adopt(self, session: SessionId, tokens: Sequence[int]) -> int:
+        return self._pool.adopt(session, tokens)
 
     def close_session(self, session: SessionId) -> None:
         self._pool.close(session)
@@ -150,6 +155,12 @@ class PagedEngine:
         self._set("block_indices", np.array(rows.blocks, np.int32))
         self._set("block_indices_begins", np.array(rows.block_begins, np.int32))
         self._set("max_context_len", np.array(max(rows.positions) + 1, np.int32))
+
+    def _copy_blocks(self, tables: Sequence[BlockTable]) -> None:
+        """Copy on write: what a session shared until now and is about to change becomes its own."""
+        for source, target in (table.copy for table in tables if table.copy is not None):
+            for cache in self._caches:
+                _block(cache, source).copy_to(_block(cache, target))
 
     def _set(self, name: str, values: Array) -> None:
         self._request.set_tensor(name, ov.Tensor(values))
@@ -229,6 +240,14 @@ class _Rows:
         self.begins.append(len(self.tokens))
         self.blocks += blocks
         self.block_begins.append(len(self.blocks))
+
+
+def _block(cache: ov.Tensor, block: int) -> ov.Tensor:
+    """A view of one block of a cache."""
+    begin, end = [0] * len(cache.shape), list(cache.shape)
+    begin[0], end[0] = block, block + 1
+    view: ov.Tensor = type(cache)(cache, ov.Coordinate(begin), ov.Coordinate(end))
+    return view
 
 
 def _hidden_size(model: ov.Model) -> int:

@@ -50,6 +50,14 @@ class Chain:
         wanted = sum(segment.wanted for segment in batch)
         return [output.drawn for output in outputs], self.engines[-1].logits()[:wanted].copy()
 
+    def adopt(self, session: int, prompt: Sequence[int]) -> int:
+        """Begin a session anew with the first positions of `prompt` that every engine holds; how many those are."""
+        name, held = segment(session, 0, [0]).session, len(prompt)
+        for engine in self.engines:
+            engine.close_session(name)
+            held = engine.adopt(name, prompt[:held])
+        return held
+
     def decode(self, session: int, prompt: Sequence[int], count: int) -> tuple[list[int], Array]:
         """Plain greedy decoding: `count` tokens and the logits each was drawn from."""
         drawn, logits = self.run([segment(session, 0, prompt)])

@@ -66,14 +66,17 @@ class TimedEngine:
 
     def check(self, segment: Segment) -> None:
         check_rows(segment, self._vocabulary, 0 if self._first else HIDDEN_SIZE)
-        if self._pool.check(segment.session, segment.start, len(segment.tokens)) > self._pool.blocks:
-            raise CapacityError("a session longer than the KV cache", found=str(segment.start + len(segment.tokens)))
+        self._pool.check(segment.session, segment.start, len(segment.tokens))
+        end = segment.start + len(segment.tokens)
+        if end > self._pool.blocks * self._pool.size:
+            raise CapacityError("a session longer than the KV cache", found=str(end))
 
     def run(self, batch: Sequence[Segment]) -> list[Output]:
         self._pool.reserve((segment.session, segment.start, len(segment.tokens)) for segment in batch)
         outputs = []
         for segment in batch:
-            table = self._pool.extend(segment.session, segment.start, segment.tokens)
+            table = self._pool.extend(segment.session, segment.start, segment.tokens, segment.kind)
+            self._pool.publish(table)
             hidden = self._rows(table.tokens, segment)
             if self._last:
                 drawn = tuple(int(row[0]) % self._vocabulary for row in hidden[len(hidden) - segment.wanted :])
@@ -82,6 +85,9 @@ class TimedEngine:
                 outputs.append(Output(hidden=hidden))
         self._sleep(self._times.of(sum(len(segment.tokens) for segment in batch)) / 1000)
         return outputs
+
+    def adopt(self, session: SessionId, tokens: Sequence[int]) -> int:
+        return self._pool.adopt(session, tokens)
 
     def close_session(self, session: SessionId) -> None:
         self._pool.close(session)

@@ -294,6 +294,31 @@ class CloseSession:
     session: SessionId
 
 
+@dataclass(frozen=True, slots=True)
+class Adopt:
+    """Coordinator to the first stage, and each stage to the next: begin a session with what others computed of it.
+
+    Each stage takes what it holds of the ids, in whole blocks that were prefilled, and passes on no more than that.
+    """
+
+    TAG: ClassVar[int] = 34
+    session: SessionId
+    coordinator: NodeId
+    epoch: Epoch
+    tokens: tuple[int, ...]
+    """The first ids of its prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """A stage to the coordinator: the positions that every stage up to this one holds; 0 ends the asking at once."""
+
+    TAG: ClassVar[int] = 35
+    session: SessionId
+    epoch: Epoch
+    positions: int
+
+
 Message: TypeAlias = (
     Hello
     | Challenge
@@ -313,6 +338,8 @@ Message: TypeAlias = (
     | Drawn
     | Refused
     | CloseSession
+    | Adopt
+    | Adopted
 )
 
 MESSAGE_TYPES: tuple[type[Message], ...] = (
@@ -334,4 +361,6 @@ MESSAGE_TYPES: tuple[type[Message], ...] = (
     Drawn,
     Refused,
     CloseSession,
+    Adopt,
+    Adopted,
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,10 +15,12 @@ import anyio.to_thread
 from anyio.abc import TaskStatus
 
 from swarm.model.store import Store
-from swarm.protocol.errors import HandshakeError, LinkClosedError, ProtocolError, SwarmError, UsageError
+from swarm.protocol.errors import HandshakeError, ProtocolError, SwarmError, UsageError
 from swarm.protocol.ids import BlobId, Epoch, NodeId
 from swarm.protocol.limits import DRAIN_TIMEOUT_S
 from swarm.protocol.messages import (
+    Adopt,
+    Adopted,
     CloseSession,
     Commit,
     Drawn,
@@ -43,6 +44,7 @@ from swarm.ring.board import Board, RingView, other_swarm
 from swarm.ring.choice import STANDING
 from swarm.ring.config import RingConfig, first_record
 from swarm.ring.cutover import Cutover
+from swarm.ring.delivery import deliver
 from swarm.ring.discovery import Announcement, DiscoveredState, Discovery, DiscoveryEvent, Found, Lost, Trouble
 from swarm.ring.epoch import read_epoch, write_epoch
 from swarm.ring.forming import Forming
@@ -212,8 +214,8 @@ class RingNode:
 
     async def _deliver(self, sender: NodeId, message: Message) -> None:
         match message:
-            case Segment() | Drawn() | Refused() | CloseSession():
-                await self._deliver_inference(sender, message)
+            case Segment() | Drawn() | Refused() | CloseSession() | Adopt() | Adopted():
+                await deliver(sender, message, self._stage.worker, self._listener, self.send)
             case Members():
                 self._tell_membership(ev.MembersReceived(sender, message.members))
                 if message.plan.epoch.number:
@@ -233,26 +235,6 @@ class RingNode:
                 self._board.reports[sender] = message
             case _:
                 raise ProtocolError("a message out of place", found=type(message).__name__)
-
-    async def _deliver_inference(self, sender: NodeId, message: Segment | Drawn | Refused | CloseSession) -> None:
-        worker = self._stage.worker
-        match message:
-            case Segment() if worker is not None and worker.plan.epoch == message.epoch:
-                if sender != worker.expected_sender(message):
-                    raise ProtocolError("a segment from a node that is not before this one", found=sender[:8])
-                await worker.deliver(message)
-            case Segment():
-                refused = Refused(message.session, message.epoch, message.attempt, "this stage is not in force", False)
-                # Raised any further, the end of the coordinator's link would end the sender's.
-                with contextlib.suppress(LinkClosedError):
-                    await self.send(message.coordinator, refused)
-            case CloseSession():
-                if worker is not None:
-                    worker.close_session(message.session, sender)
-            case Drawn() if self._listener is not None:
-                self._listener.drawn(message)
-            case Refused() if self._listener is not None:
-                self._listener.refused(message)
 
     def _discovered(self, event: DiscoveryEvent) -> None:
         match event:

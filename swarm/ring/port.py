@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from swarm.protocol.ids import NodeId
-from swarm.protocol.messages import Drawn, Message, Refused
+from swarm.protocol.messages import Adopted, Drawn, Message, Refused
 from swarm.protocol.plan import Plan
 
 
@@ -17,6 +17,9 @@ class RingListener(Protocol):
 
     def drawn(self, message: Drawn) -> None:
         """The last stage drew tokens for one of our sessions."""
+
+    def adopted(self, message: Adopted) -> None:
+        """The stages hold the first positions of one of our sessions."""
 
     def refused(self, message: Refused) -> None:
         """A stage did not run one of our segments."""

@@ -17,7 +17,7 @@ from swarm.engine.base import Engine, Output
 from swarm.protocol import limits
 from swarm.protocol.errors import CapacityError, DeadlineError, DeviceError, LinkClosedError, SessionError, SwarmError
 from swarm.protocol.ids import NodeId, SessionId
-from swarm.protocol.messages import Drawn, Message, Refused, RowKind, Segment
+from swarm.protocol.messages import Adopt, Adopted, Drawn, Message, Refused, RowKind, Segment
 from swarm.protocol.plan import Plan
 
 Send: TypeAlias = Callable[[NodeId, Message], Awaitable[None]]
@@ -113,6 +113,7 @@ class StageWorker:
         self._room = asyncio.Event()
         self._room.set()
         self._over = False
+        self._adoptions: deque[Adopt] = deque()
         self._closing: set[SessionId] = set()
         self._owners: dict[SessionId, NodeId] = {}
         self._used: dict[SessionId, float] = {}
@@ -137,11 +138,11 @@ class StageWorker:
         rate, self._rows = self._rows / max(elapsed, 1e-3), 0
         return WorkerStats(statistics.median(self._steps) if self._steps else 0.0, rate, len(self._queue))
 
-    def expected_sender(self, segment: Segment) -> NodeId:
-        """Who may hand us `segment`: its coordinator at the first stage, else the stage before."""
+    def expected_sender(self, coordinator: NodeId) -> NodeId:
+        """Who may hand us rows of a session of `coordinator`: itself at the first stage, else the stage before."""
         nodes = [stage.node for stage in self._plan.stages]
         index = nodes.index(self._node)
-        return nodes[index - 1] if index else segment.coordinator
+        return nodes[index - 1] if index else coordinator
 
     async def deliver(self, segment: Segment) -> None:
         """Queue a segment; waits while the queue is full, which keeps the sender's link unread (back-pressure)."""
@@ -166,6 +167,17 @@ class StageWorker:
             self._room.clear()
             await self._room.wait()
         self._queue.push(segment)
+        self._arrived.set()
+
+    async def adopt(self, message: Adopt) -> None:
+        """Queue a question for what the cache holds already; a stage that is full of them holds nothing."""
+        taken = self._owners.get(message.session, message.coordinator) != message.coordinator
+        if taken or len(self._adoptions) >= limits.MAX_SESSIONS_PER_STAGE:
+            await self._send(message.coordinator, Adopted(message.session, message.epoch, 0))
+            return
+        self._owners[message.session] = message.coordinator
+        self._used[message.session] = time.monotonic()
+        self._adoptions.append(message)
         self._arrived.set()
 
     def close_session(self, session: SessionId, owner: NodeId) -> None:
@@ -209,6 +221,9 @@ class StageWorker:
                     if batch:
                         for to, message in await self._forward(executor, batch):
                             await outgoing.send((to, message))
+                    # After the forward: it may have computed just what is asked for.
+                    while self._adoptions:
+                        await outgoing.send(self._adopt(self._adoptions.popleft()))
         finally:
             self._over = True
             self._room.set()
@@ -274,6 +289,12 @@ class StageWorker:
             self._steps.append((time.perf_counter() - began) * 1000)
         self._rows += sum(len(segment.tokens) for segment in batch)
         return [result for pair in zip(batch, outputs, strict=True) for result in self._result(*pair)]
+
+    def _adopt(self, message: Adopt) -> tuple[NodeId, Message]:
+        held = self._engine.adopt(message.session, message.tokens)
+        if held and self._next is not None:
+            return self._next, replace(message, tokens=message.tokens[:held])
+        return message.coordinator, Adopted(message.session, message.epoch, held)
 
     def _result(self, segment: Segment, output: Output) -> list[tuple[NodeId, Message]]:
         if self._next is not None:

@@ -9,6 +9,7 @@ from contextlib import aclosing, asynccontextmanager
 import anyio
 import pytest
 
+from swarm.coordinator import adoption
 from swarm.coordinator.coordinator import Coordinator, CoordinatorLimits
 from swarm.coordinator.idle import IdleLimits
 from swarm.coordinator.language import LanguageModel
@@ -17,7 +18,7 @@ from swarm.coordinator.session import SessionLimits
 from swarm.coordinator.turn import INBOX, READER_BUFFER
 from swarm.protocol.errors import CapacityError, LinkClosedError, SessionError, UsageError
 from swarm.protocol.ids import NodeId, is_session_id
-from swarm.protocol.messages import CloseSession, Drawn, Message, Refused, RowKind, Segment
+from swarm.protocol.messages import Adopt, Adopted, CloseSession, Drawn, Message, Refused, RowKind, Segment
 from swarm.protocol.plan import NO_PLAN, Plan
 from swarm.ring.port import RingListener
 from tests.coordinator.fake_stages import MODEL, NODE, FakeStages, make_plan, plain_decode
@@ -63,6 +64,7 @@ class FakeRing:
         self.closed: set[tuple[NodeId, str]] = set()
         self.listener: RingListener | None = None
         self.link_error: LinkClosedError | None = None
+        self.answers_adoptions = True
         self._queue, self._work = anyio.create_memory_object_stream[Segment](100)
         self._running = anyio.Event()
         self._running.set()
@@ -75,6 +77,12 @@ class FakeRing:
             raise self.link_error
         if isinstance(message, CloseSession):
             self.closed.add((to, message.session))
+            return
+        if isinstance(message, Adopt):
+            assert self.listener is not None
+            if self.answers_adoptions:
+                held = self.stages.adopt(message.session, message.tokens)
+                self.listener.adopted(Adopted(message.session, message.epoch, held))
             return
         assert isinstance(message, Segment)
         assert to == self.plan.stages[0].node
@@ -198,6 +206,45 @@ async def test_a_second_turn_feeds_only_what_is_new() -> None:
         assert new[0].start == usage.reused_tokens == fed
         assert new[0].kind is RowKind.PREFILL
         assert len(text) == 20
+
+
+async def test_an_equal_beginning_is_not_run_again() -> None:
+    same = "You are an assistant that answers in one short sentence, and never with more. "
+    async with house() as h, aclosing(h.coordinator.generate(ask(same + "Who?", max_tokens=None))) as first:
+        await anext(first)
+        request = ask(same + "How?")
+        text, _, usage = await collect(h.coordinator, request)
+        assert text == expected(request)
+        sent = next(segment for segment in h.ring.sent if segment.session != h.ring.sent[0].session)
+        assert sent.start == usage.reused_tokens == 80
+
+
+async def test_a_ring_that_does_not_say_what_it_holds_runs_the_whole_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adoption, "ANSWER_S", 0.01)
+    async with house() as h:
+        h.ring.answers_adoptions = False
+        request = ask("a prompt that is long enough to be asked about, which takes some more words")
+        text, _, usage = await collect(h.coordinator, request)
+        assert (text, usage.reused_tokens) == (expected(request), 0)
+
+
+async def test_a_question_that_is_cancelled_while_it_is_asked_leaves_nothing_behind() -> None:
+    async with house() as h:
+        h.ring.answers_adoptions = False
+        request = ask("a prompt that is long enough to be asked about, which takes some more words")
+        with anyio.move_on_after(0.05):
+            await collect(h.coordinator, request)
+        await until(lambda: len(h.ring.closed) == 2)
+        assert (h.coordinator.stats().running, h.coordinator.stats().idle) == (0, 0)
+
+
+@pytest.mark.parametrize("positions", [-1, 10_000])
+async def test_a_stage_that_claims_nonsense_is_not_believed(positions: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with house() as h:
+        monkeypatch.setattr(h.ring.stages, "adopt", lambda *_: positions)
+        request = ask("a prompt that is long enough to be asked about, which takes some more words")
+        text, _, usage = await collect(h.coordinator, request)
+        assert (text, usage.reused_tokens) == (expected(request), 0)
 
 
 async def test_a_reader_who_has_not_read_the_end_does_not_hold_the_session() -> None:

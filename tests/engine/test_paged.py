@@ -64,6 +64,10 @@ class Running:
         prompt = len(self.plain.prompt)
         self.done = data.draw(st.sampled_from([0, *range(prompt, self.done)])) if self.done > prompt else 0
 
+    def adopt(self, chain: Chain) -> None:
+        """Begin with what others computed, and leave two rows of the prompt to be run, as the coordinator does."""
+        self.done = chain.adopt(self.session, self.plain.prompt[:-2])
+
     def check(self, asked: Segment, logits: np.ndarray) -> None:
         start, ids = asked.start, list(asked.tokens)
         right = len(ids) if ids == self.plain.ids[start : start + len(ids)] else 1
@@ -89,6 +93,8 @@ def live(chain: Chain, references: list[Plain], data: st.DataObject) -> None:
         chosen = data.draw(st.lists(st.sampled_from(waiting), min_size=1, unique_by=lambda one: one.session))
         batch = []
         for one in chosen:
+            if one.done == 0 and data.draw(st.booleans()):
+                one.adopt(chain)
             turn = data.draw(st.sampled_from(["on", "on", "on", "draft", "back"]))
             if turn == "back":
                 one.step_back(data)
@@ -111,9 +117,11 @@ def tiny_engine(start: int, end: int) -> PagedEngine:
 def tiny_references() -> tuple[Plain, ...]:
     random = np.random.default_rng(3)
     whole, found = Chain([tiny_engine(0, LAYERS)]), []
-    for length in (2, 9, 33, 70):
+    prompts = [random.integers(0, VOCABULARY, length).tolist() for length in (2, 9, 33, 70)]
+    prompts += [[*prompts[-1][:40], *prompts[1]], prompts[-1][:68]]  # they begin like others
+    for prompt in prompts:
         whole.engines[0].reset()
-        found.append(plain(whole, 1, random.integers(0, VOCABULARY, length).tolist(), DECODED))
+        found.append(plain(whole, 1, prompt, DECODED))
     return tuple(found)
 
 
@@ -145,6 +153,24 @@ def smollm2_chains(model: Published) -> tuple[list[Chain], list[Plain]]:
     references = [plain(whole, n, random.integers(0, 2000, length).tolist(), 12) for n, length in enumerate((5, 40))]
     drawn = [sorted(random.choice(np.arange(1, model.layers), size, replace=False).tolist()) for size in (1, 3)]
     return [model.chain(cuts, KV_TOKENS) for cuts in drawn], references
+
+
+def test_equal_prefixes_are_computed_once_and_change_nothing() -> None:
+    """A session goes on behind blocks of another one, rewinds into one of them, and neither notices."""
+    chain = Chain([tiny_engine(0, 2), tiny_engine(2, LAYERS)])
+    first, second, third = tiny_references()[3:]
+    assert first.prompt[:40] == second.prompt[:40]
+    for engine in chain.engines:
+        engine.reset()
+    chain.run([segment(1, 0, first.prompt)])
+    assert chain.adopt(2, second.prompt[:-2]) == 32
+    assert chain.adopt(3, third.prompt[:-2]) == 64
+    rest = [segment(2, 32, second.prompt[32:]), segment(3, 60, third.prompt[60:])]
+    _, logits = chain.run(rest)
+    assert_same_bits(logits[:1], second.logits[len(second.prompt) - 1 :][:1], "behind adopted blocks")
+    assert_same_bits(logits[1:], third.logits[len(third.prompt) - 1 :][:1], "rewound into an adopted block")
+    _, logits = chain.run([segment(1, len(first.prompt), first.ids[len(first.prompt) :][:1])])
+    assert_same_bits(logits, first.logits[len(first.prompt) :][:1], "the one whose blocks they are")
 
 
 # --- the interface --------------------------------------------------------------------------------------------------

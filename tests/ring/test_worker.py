@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from swarm.protocol import limits
 from swarm.protocol.errors import CapacityError, DeadlineError, DeviceError, LinkClosedError, SwarmError
-from swarm.protocol.ids import Epoch, SessionId
-from swarm.protocol.messages import Drawn, Refused, RowKind, Segment
+from swarm.protocol.ids import Epoch, NodeId, SessionId
+from swarm.protocol.messages import Adopt, Adopted, Drawn, Refused, RowKind, Segment
 from swarm.ring import worker as worker_module
 from swarm.ring.worker import PREFILL_ROWS, SegmentQueue, StageWorker
 from tests.loopwatch import loopwatch
@@ -393,6 +393,52 @@ async def test_a_lost_coordinator_stops_nobody(error: SwarmError) -> None:
         ((to, message),) = await box.wait(1)
     assert to == ASKER
     assert isinstance(message, Drawn)
+
+
+# --- equal beginnings -----------------------------------------------------------------------------------------------
+
+
+def adopt(session: int, tokens: int, coordinator: NodeId = ASKER) -> Adopt:
+    return Adopt(segment(session).session, coordinator, EPOCH, segment(session, rows=tokens).tokens)
+
+
+async def test_a_stage_begins_a_session_with_what_it_holds_and_asks_the_next() -> None:
+    box, engine = PostBox(), HeldEngine(last=False)
+    async with serving(engine, box) as worker:
+        await worker.deliver(segment(1, rows=100))
+        await box.wait(1)
+        await worker.adopt(adopt(2, 80))
+        await box.wait(2)
+        assert box.sent[-1] == (LAST, adopt(2, 64)), "whole blocks of 32"
+        await worker.deliver(segment(2, 64, 10))
+        await box.wait(3)
+        assert isinstance(box.sent[-1][1], Segment), "it goes on behind them"
+
+
+async def test_the_last_stage_says_what_all_hold() -> None:
+    box, engine = PostBox(), HeldEngine()
+    async with serving(engine, box, plan=ALONE) as worker:
+        await worker.deliver(segment(1, rows=40))
+        await worker.adopt(adopt(2, 80))
+        await box.wait(2)
+        assert box.sent[-1] == (ASKER, Adopted(segment(2).session, EPOCH, 32))
+
+
+async def test_a_stage_that_holds_nothing_ends_the_asking() -> None:
+    box = PostBox()
+    async with serving(HeldEngine(last=False), box) as worker:
+        await worker.adopt(adopt(2, 80))
+        await box.wait(1)
+        assert box.sent == [(ASKER, Adopted(segment(2).session, EPOCH, 0))]
+
+
+async def test_nobody_begins_the_session_of_another_anew() -> None:
+    box = PostBox()
+    async with serving(HeldEngine(), box, plan=ALONE) as worker:
+        await worker.deliver(segment(1, rows=100))
+        await box.wait(1)
+        await worker.adopt(adopt(1, 80, STRANGER))
+        assert box.sent[-1] == (STRANGER, Adopted(segment(1).session, EPOCH, 0))
 
 
 # --- closing --------------------------------------------------------------------------------------------------------
