@@ -213,7 +213,7 @@ async def formed(session: aiohttp.ClientSession, url: str) -> list[str]:
 
 async def ask_together(session: aiohttp.ClientSession, api: str, users: int, turn: int, tokens: int) -> Round:
     """`users` prompts at once."""
-    asking = [_ask(session, api, _prompt(turn + user), tokens) for user in range(users)]
+    asking = [ask(session, api, _prompt(turn + user), tokens) for user in range(users)]
     return together(await asyncio.gather(*asking))
 
 
@@ -232,7 +232,7 @@ def together(streams: list[Stream]) -> Round:
     return Round(count / (end - begin), tpot_ms, ttft_ms)
 
 
-async def _ask(session: aiohttp.ClientSession, api: str, prompt: str, tokens: int) -> Stream:
+async def ask(session: aiohttp.ClientSession, api: str, prompt: str, tokens: int) -> Stream:
     body = {
         "messages": [{"role": "user", "content": prompt}],
         "max_tokens": tokens,
