@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 
+from swarm.coordinator.pace import Speculation
 from swarm.protocol.ids import BlobId, Epoch, NodeId, SessionId
 from swarm.protocol.messages import Drawn, Refused, RowKind, Segment
 from swarm.protocol.plan import Plan, Stage
@@ -13,6 +14,7 @@ Row = tuple[int, RowKind]
 
 NODE = NodeId("a" * 32)
 MODEL = BlobId("b" * 64)
+PLAIN = Speculation(enabled=False)
 
 
 def next_token(rows: Sequence[Row]) -> int:

@@ -23,14 +23,14 @@ from swarm.protocol.errors import CapacityError, SessionError
 from swarm.protocol.ids import SessionId
 from swarm.protocol.messages import Drawn, Refused, RowKind, Segment
 from swarm.protocol.plan import NO_PLAN, Plan
-from tests.coordinator.fake_stages import MODEL, NODE, make_plan
+from tests.coordinator.fake_stages import MODEL, NODE, PLAIN, make_plan
 
 LIMITS = SessionLimits(chunk_rows=4, wait_s=100.0, answer_s=10.0, answer_row_s=1.0, backoff_s=1.0, backoff_max_s=4.0)
 PROMPT = tuple(range(10))
 
 
 def make_session(plan: Plan) -> Session:
-    return Session(SessionId("aaaaaaaa-1-00000000"), NODE, plan, LIMITS, Counters())
+    return Session(SessionId("aaaaaaaa-1-00000000"), NODE, plan, LIMITS, Counters(), PLAIN)
 
 
 def begin(prompt: tuple[int, ...] = PROMPT, **options: object) -> Begin:

@@ -26,7 +26,7 @@ from swarm.coordinator.requests import FinishReason
 from swarm.coordinator.session import RUNNING, Counters, Session, SessionLimits, State
 from swarm.protocol.ids import SessionId
 from swarm.protocol.messages import Drawn, Refused, RowKind, Segment
-from tests.coordinator.fake_stages import MODEL, NODE, FakeStages, Row, make_plan, next_token, prompt_rows
+from tests.coordinator.fake_stages import MODEL, NODE, PLAIN, FakeStages, Row, make_plan, next_token, prompt_rows
 
 LIMITS = SessionLimits(chunk_rows=4, sibling_rows=3, window=3, wait_s=50.0, answer_s=10.0, answer_row_s=0.5)
 TOKENS = st.integers(97, 100)
@@ -50,7 +50,9 @@ class SessionMachine(RuleBasedStateMachine):
         self.count += 1
         self.to_us.clear()  # a coordinator hands a session its own messages only
         self.to_stages.clear()
-        self.session = Session(SessionId(f"aaaaaaaa-{self.count:x}-00000000"), NODE, self.plan, LIMITS, self.counters)
+        self.session = Session(
+            SessionId(f"aaaaaaaa-{self.count:x}-00000000"), NODE, self.plan, LIMITS, self.counters, PLAIN
+        )
         self.truth: list[Row] = []
         self.turn: Begin | None = None
         self.drawn = 0
