@@ -230,14 +230,16 @@ class Drafting:
             tokens = self._before_stop(match.tokens)
             # Where the copy goes on to be right, its context grows with it.
             found = [Guess(token, min(match.length + i, MAX_MATCH)) for i, token in enumerate(tokens)]
-        left = list(self._guesses)[len(log) - log.certain :][:count]
-        left = [guess for guess in left if guess.source == MODEL]
+        left = self._left(log)[:count]
         offers = [(guesses, self._pace.choose([guess.source for guess in guesses])) for guesses in (found, left)]
         return max(offers, key=lambda offer: offer[1].rate)
 
     def _of_model(self, log: TokenLog, count: int) -> Choice | None:
-        """What the draft model would bring, where it can be asked and is worth it."""
-        if not self._model or self._warming or self._dry_at == len(log):
+        """What the draft model would bring, where it can be asked and is worth it.
+
+        What it drafted already is used first, be it less than is best: to draft it again would cost more.
+        """
+        if not self._model or self._warming or self._dry_at == len(log) or self._left(log):
             return None
         if self._pace.token_s is None and self._settings.fixed_k is None:
             return None
@@ -273,6 +275,10 @@ class Drafting:
         while len(self._guesses) > len(log) - log.certain:
             self._guesses.pop()
         self._guesses.extend(guesses)
+
+    def _left(self, log: TokenLog) -> list[Guess]:
+        """What the model drafted behind the log's end."""
+        return [guess for guess in list(self._guesses)[len(log) - log.certain :] if guess.source == MODEL]
 
     def _remember(self, tokens: Sequence[int]) -> None:
         if self._settings.enabled and self._settings.ngram:
