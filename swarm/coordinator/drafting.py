@@ -120,8 +120,9 @@ class Drafting:
 
     # --- what happens -----------------------------------------------------------------------------------------------
 
-    def begin(self, turn: Begin, log: TokenLog, kept: int) -> None:
-        """A turn whose prompt is in `log`; its first `kept` tokens were there in the turn before."""
+    def begin(self, turn: Begin, log: TokenLog, reused: int) -> None:
+        """A turn whose prompt is in `log`; what is left of an earlier turn is within the first `reused` tokens."""
+        kept = min(reused, len(self._index))
         self._tally = Tally()
         self._stop_tokens = turn.stop_tokens
         self._model = self._settings.enabled and self._settings.model and turn.draft_model

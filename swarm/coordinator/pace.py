@@ -61,6 +61,9 @@ NEW_SHARE = 0.25
 MAX_JUMP = 3.0
 """A measurement counts as at most so many times what was expected: a hiccup is not a trend."""
 
+CLOCK_TICK_S = 1e-4
+"""No latency is shorter: some clocks stand still for a while."""
+
 FORGET_AFTER = 64
 """Windows after which the latency of a size that was not used since is guessed from the others again."""
 
@@ -102,6 +105,7 @@ class Latency:
 
     def add(self, rows: int, seconds: float) -> None:
         self.measured += 1
+        seconds = max(seconds, CLOCK_TICK_S)
         if self._points:
             seconds = min(seconds, MAX_JUMP * self.at(rows))
         if rows in self._points:
@@ -119,7 +123,7 @@ class Latency:
         above = min((r for r in self._points if r >= rows), default=None)
         if below is None or above is None:
             nearest = min(self._points) if below is None else max(self._points)
-            return max(self._points[nearest][0] + self._slope() * (rows - nearest), 1e-6)
+            return max(self._points[nearest][0] + self._slope() * (rows - nearest), CLOCK_TICK_S)
         low, high = self._points[below][0], self._points[above][0]
         return low + (high - low) * (rows - below) / max(above - below, 1)
 

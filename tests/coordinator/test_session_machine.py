@@ -30,7 +30,7 @@ from swarm.coordinator.pace import MAX_K, Speculation
 from swarm.coordinator.requests import FinishReason
 from swarm.coordinator.session import RUNNING, Counters, Session, SessionLimits, State
 from swarm.protocol.ids import SessionId
-from swarm.protocol.messages import Drawn, Refused, RowKind, Segment
+from swarm.protocol.messages import Refused, RowKind, Segment
 from tests.coordinator.fake_ring import STOP, FakeRing, next_token
 from tests.coordinator.fake_stages import MODEL, NODE, Row, make_plan, prompt_rows
 
@@ -301,7 +301,7 @@ class SessionMachine(RuleBasedStateMachine):
     @invariant()
     def valid(self) -> None:
         self.session.validate_state()
-        fed = self.session.log.fed
+        fed, certain = self.session.log.fed, self.session.log.certain
         assert self.counters.mismatches == 0
         assert (
             self.session.log.ids(0, self.session.log.certain) == tuple(token for token, _ in self.truth)[: self.certain]
@@ -311,10 +311,6 @@ class SessionMachine(RuleBasedStateMachine):
                 assert stage.caches.get(self.session.id, [])[:fed] == self.truth[:fed], "fed means held by all"
         usage = self.session.speculation
         assert usage.accepted + usage.rejected <= usage.drafted
-
-    @property
-    def certain(self) -> int:
-        return self.session.log.certain
 
     def teardown(self) -> None:
         """Left alone with a ring, an answer ends."""
