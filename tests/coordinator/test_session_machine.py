@@ -266,11 +266,10 @@ class SessionMachine(RuleBasedStateMachine):
         assert (segment.number, start) == (number + 1, follows), "a gap between two segments"
         assert number >= 0 or start <= len(self.truth)
         self.sent[segment.attempt] = (segment.number, end)
-        most = {
-            RowKind.PREFILL: LIMITS.chunk_rows,
-            RowKind.DECODE: max(LIMITS.sibling_rows, self.speculation.max_k + 1),
-        }
-        assert (1 if segment.kind is RowKind.DECODE else 2) <= len(segment.tokens) <= most[segment.kind]
+        if segment.kind is RowKind.PREFILL:
+            assert 2 <= len(rows) <= LIMITS.chunk_rows
+        else:
+            assert 1 <= len(rows) <= max(LIMITS.sibling_rows, self.speculation.max_k + 1)
         assert end < self.limit, "the last token's row is never run"
 
     def check_ask(self, ask: AskDraft) -> None:
@@ -303,9 +302,7 @@ class SessionMachine(RuleBasedStateMachine):
         self.session.validate_state()
         fed, certain = self.session.log.fed, self.session.log.certain
         assert self.counters.mismatches == 0
-        assert (
-            self.session.log.ids(0, self.session.log.certain) == tuple(token for token, _ in self.truth)[: self.certain]
-        )
+        assert self.session.log.ids(0, certain) == tuple(token for token, _ in self.truth[:certain])
         if self.session.state in (*RUNNING, State.IDLE) and not self.forgotten:
             for stage in self.ring.stages:
                 assert stage.caches.get(self.session.id, [])[:fed] == self.truth[:fed], "fed means held by all"
