@@ -42,7 +42,6 @@ class FakeStage:
         self.queue = SegmentQueue()
         self.caches: dict[SessionId, list[Row]] = {}
         self.ran: dict[SessionId, tuple[int, int]] = {}
-        self.rows_run = 0
 
     def run(self, segment: Segment) -> Segment | Drawn | Refused | None:
         session = segment.session
@@ -54,7 +53,6 @@ class FakeStage:
         assert segment.kind is RowKind.DECODE or len(segment.tokens) > 1, "a prefill chunk of one row"
         cache[segment.start :] = [(token, segment.kind) for token in segment.tokens]
         self.ran[session] = (segment.attempt, segment.number)
-        self.rows_run += len(segment.tokens)
         hidden = traces(cache, segment.start)
         assert self.first or np.array_equal(segment.hidden, hidden), "rows of another history than the stage before's"
         if not self.last:
@@ -62,11 +60,6 @@ class FakeStage:
         first = len(cache) - segment.wanted + 1
         tokens = tuple(next_token(cache[:position]) for position in range(first, len(cache) + 1))
         return Drawn(session, self.epoch, segment.attempt, first, tokens)
-
-    def forget(self, session: SessionId) -> None:
-        self.queue.forget(session)
-        self.caches.pop(session, None)
-        self.ran.pop(session, None)
 
 
 class FakeRing:
@@ -102,6 +95,13 @@ class FakeRing:
                 self.links[stage + 1].append(result)
             elif result is not None:
                 self.answers.append(result)
+
+    def forget(self, stage: int, session: SessionId) -> None:
+        """The stage gives up its cache, seconds after it was last used: what was overtaken on the link is long gone."""
+        attempt, _ = self.stages[stage].ran.pop(session, (0, 0))
+        self.links[stage] = deque(segment for segment in self.links[stage] if segment.attempt >= attempt)
+        self.stages[stage].queue.forget(session)
+        self.stages[stage].caches.pop(session, None)
 
     def advance(self, stage: int) -> None:
         """One undisturbed move of a busy stage."""
