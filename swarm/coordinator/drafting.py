@@ -21,7 +21,7 @@ from swarm.coordinator.token_log import TokenLog
 PROBE_TOKENS = 2
 """Asked of the model where its speed is to be measured."""
 
-PROBE_EVERY = 32
+PROBE_AFTER = 8
 """Tokens without the draft model until it is tried again; doubles while it does not pay."""
 
 
@@ -110,11 +110,13 @@ class Drafting:
         self._warming = False
         self._asked: int | None = None
         """Position of the first token that the draft model was asked for."""
+        self._asked_in_flight = False
+        self._drafted_at = 0.0
         self._dry_at: int | None = None
         """Length of the log at which the draft model expects the end."""
         self._unused = 0
         """Tokens since the draft model last answered."""
-        self._probe_every = PROBE_EVERY
+        self._probe_after = PROBE_AFTER
         self.waiting = False
         """The next window waits for the draft model."""
 
@@ -127,13 +129,13 @@ class Drafting:
         self._stop_tokens = turn.stop_tokens
         self._model = self._settings.enabled and self._settings.model and turn.draft_model
         self._warm = self._warming = False
-        self._probe_every, self._unused, self._dry_at = PROBE_EVERY, 0, None
+        self._probe_after, self._unused, self._dry_at = PROBE_AFTER, 0, None
         self.clear(kept)
         self._remember(log.ids(kept, len(log)))
 
     def new_ring(self, stages: int) -> None:
         """Whatever was measured of the old one tells nothing; how good drafts are, it does."""
-        self._pace.new_ring(stages)
+        self._pace.measure_anew(stages)
 
     def clear(self, certain: int) -> None:
         """The log ends at `certain`: nothing is drafted any more, nothing asked."""
@@ -159,16 +161,18 @@ class Drafting:
 
     def answered(self, rows: int, sent_at: float, now: float) -> None:
         """A window came back."""
-        self._pace.answered(rows, sent_at, now)
+        drafting = self._warming or self._asked is not None or sent_at < self._drafted_at
+        self._pace.answered(rows, sent_at, now, drafting)
 
     def rejected(self, wasted_rows: int, lost_windows: int) -> None:
         """What the rejection of a draft cost: rows sent for nothing, windows that are still under way."""
         self._tally.wasted_rows += wasted_rows
         self._pace.lost(lost_windows)
 
-    def drafted(self, answer: Drafted, current: bool, log: TokenLog) -> None:
+    def drafted(self, answer: Drafted, current: bool, log: TokenLog, now: float) -> None:
         """The draft model answered; `current`: in this attempt. A late answer is compared with what was drawn since."""
         warming, self._warming, self._warm = self._warming, False, True
+        self._drafted_at = now
         if not current or answer.start != self._asked:
             return
         self._asked, self.waiting, self._unused = None, False, 0
@@ -176,7 +180,7 @@ class Drafting:
             self._model = False
             return
         if not warming:
-            self._pace.drafted(len(answer.tokens), answer.seconds)
+            self._pace.drafted(len(answer.tokens), answer.seconds, self._asked_in_flight)
         tokens = self._before_stop(answer.tokens)
         for position, token in enumerate(tokens[: len(log) - answer.start], answer.start):
             right = log.ids(position, position + 1) == (token,)
@@ -196,7 +200,7 @@ class Drafting:
 
     def usage(self) -> SpeculationUsage:
         """Of the turn so far."""
-        return self._tally.usage(self._pace.plain_s if self._pace.measured else None)
+        return self._tally.usage(self._pace.plain_s)
 
     # --- what next --------------------------------------------------------------------------------------------------
 
@@ -209,13 +213,13 @@ class Drafting:
             return WAIT if in_flight else SEND
         guesses, choice = self._at_hand(log, count)
         asked = self._of_model(log, count)
-        if asked is not None and asked.rate > choice.rate:
-            self._probe_every = PROBE_EVERY
-            return WAIT if in_flight >= asked.depth else self._ask(len(log), asked.k)
+        if asked is not None and (asked.rate > choice.rate or (self._settings.fixed_k and not choice.k)):
+            self._probe_after = PROBE_AFTER
+            return WAIT if in_flight >= asked.depth else self._ask(len(log), asked.k, in_flight)
         if in_flight and (choice.k == 0 or in_flight >= choice.depth):
             return WAIT
         if not in_flight and self._probe_is_due(log):
-            return self._ask(len(log), min(count, PROBE_TOKENS))
+            return self._ask(len(log), min(count, PROBE_TOKENS), in_flight)
         warm_up = self._warm_up(len(log))
         self._guess(log, guesses)
         drafts = guesses[: choice.k]
@@ -242,20 +246,18 @@ class Drafting:
         """
         if not self._model or self._warming or self._dry_at == len(log) or self._left(log):
             return None
-        if self._pace.token_s is None and self._settings.fixed_k is None:
-            return None
-        choice = self._pace.choose([MODEL] * count, self._pace.token_s or 0.0)
+        choice = self._pace.choose([MODEL] * count, drafted=False)
         return choice if choice.k else None
 
     def _probe_is_due(self, log: TokenLog) -> bool:
         """Its speed is measured with nothing else running: on one PC the ring and the draft model share a device."""
-        if not self._model or not self._warm or not self._pace.measured or self._dry_at == len(log):
+        if not self._model or not self._warm or self._pace.plain_s is None or self._dry_at == len(log):
             return False
-        if self._pace.token_s is None:
+        if not self._pace.model_measured:
             return True
-        due = self._unused >= self._probe_every
+        due = self._unused >= self._probe_after
         if due:
-            self._probe_every *= 2
+            self._probe_after *= 2
         return due
 
     def _warm_up(self, position: int) -> int:
@@ -265,8 +267,8 @@ class Drafting:
         self._asked, self._warming = position, True
         return 1
 
-    def _ask(self, position: int, count: int) -> Step:
-        self._asked, self.waiting = position, True
+    def _ask(self, position: int, count: int, in_flight: int) -> Step:
+        self._asked, self._asked_in_flight, self.waiting = position, in_flight > 0, True
         return Step(ask=count, wait=True)
 
     # --- small ones -------------------------------------------------------------------------------------------------

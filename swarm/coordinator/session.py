@@ -210,7 +210,7 @@ class Session:
 
     def _drafted(self, draft: Drafted, now: float) -> list[Effect]:
         current = self.state is State.DECODING and draft.attempt == self.attempt
-        self._drafting.drafted(draft, current, self.log)
+        self._drafting.drafted(draft, current, self.log, now)
         return self._pump(now) if current else []
 
     def _refused(self, refusal: Refused, now: float) -> list[Effect]:
