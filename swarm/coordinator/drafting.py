@@ -211,13 +211,18 @@ class Drafting:
             return WAIT
         if not self._settings.enabled or count < 1:
             return WAIT if in_flight else SEND
-        guesses, choice = self._at_hand(log, count)
-        asked = self._of_model(log, count)
-        if asked is not None and (asked.rate > choice.rate or (self._settings.fixed_k and not choice.k)):
+        guesses, choice = self._found(count)
+        left = self._left(log)[:count]
+        by_model = self._by_model(log, left, count)
+        if by_model is not None and (by_model.rate > choice.rate or (self._settings.fixed_k and not choice.k)):
             self._probe_after = PROBE_AFTER
-            return WAIT if in_flight >= asked.depth else self._ask(len(log), asked.k, in_flight)
+            guesses, choice = left, by_model
+        elif left and (free := self._pace.choose([MODEL] * len(left))).rate > choice.rate:
+            guesses, choice = left, free
         if in_flight and (choice.k == 0 or in_flight >= choice.depth):
             return WAIT
+        if choice.k and not guesses:
+            return self._ask(len(log), choice.k, in_flight)
         if not in_flight and self._probe_is_due(log):
             return self._ask(len(log), min(count, PROBE_TOKENS), in_flight)
         warm_up = self._warm_up(len(log))
@@ -227,27 +232,24 @@ class Drafting:
         self._tally.sent(drafts, in_flight + 1)
         return Step(tuple(guess.token for guess in drafts), ask=warm_up)
 
-    def _at_hand(self, log: TokenLog, count: int) -> tuple[list[Guess], Choice]:
-        """The best of what needs not be waited for: found by n-gram, or left of what the model drafted."""
+    def _found(self, count: int) -> tuple[list[Guess], Choice]:
+        """What n-gram offers, and how many of them are best."""
         match = self._index.match(count)
-        found: list[Guess] = []
+        guesses: list[Guess] = []
         if match is not None:
             tokens = self._before_stop(match.tokens)
             # Where the copy goes on to be right, its context grows with it.
-            found = [Guess(token, min(match.length + i, MAX_MATCH)) for i, token in enumerate(tokens)]
-        left = self._left(log)[:count]
-        offers = [(guesses, self._pace.choose([guess.source for guess in guesses])) for guesses in (found, left)]
-        return max(offers, key=lambda offer: offer[1].rate)
+            guesses = [Guess(token, min(match.length + i, MAX_MATCH)) for i, token in enumerate(tokens)]
+        return guesses, self._pace.choose([guess.source for guess in guesses])
 
-    def _of_model(self, log: TokenLog, count: int) -> Choice | None:
-        """What the draft model would bring, where it can be asked and is worth it.
+    def _by_model(self, log: TokenLog, left: Sequence[Guess], count: int) -> Choice | None:
+        """How much of the draft model is best, where it has drafted or can be asked.
 
-        What it drafted already is used first, be it less than is best: to draft it again would cost more.
+        What is left of its drafts is used before it is asked again, be it less than is best.
         """
-        if not self._model or self._warming or self._dry_at == len(log) or self._left(log):
-            return None
-        choice = self._pace.choose([MODEL] * count, drafted=False)
-        return choice if choice.k else None
+        able = self._model and not self._warming and self._dry_at != len(log)
+        choice = self._pace.choose([MODEL] * count, drafted=False) if left or able else None
+        return choice if choice is not None and choice.k else None
 
     def _probe_is_due(self, log: TokenLog) -> bool:
         """Its speed is measured with nothing else running: on one PC the ring and the draft model share a device."""
