@@ -12,11 +12,13 @@ import anyio
 from anyio.abc import TaskGroup, TaskStatus
 
 from swarm.coordinator.adoption import Adoptions
+from swarm.coordinator.drafter import Drafter
 from swarm.coordinator.events import Begin
 from swarm.coordinator.idle import IdleLimits, IdlePool
 from swarm.coordinator.language import LanguageModel
 from swarm.coordinator.meter import TokenMeter
-from swarm.coordinator.requests import Delta, GenerateRequest
+from swarm.coordinator.pace import Speculation
+from swarm.coordinator.requests import NO_SPECULATION, Delta, GenerateRequest, SpeculationUsage
 from swarm.coordinator.session import (
     Counters,
     Session,
@@ -42,6 +44,7 @@ MAX_TELLERS = 256
 class CoordinatorLimits:
     session: SessionLimits = field(default_factory=SessionLimits)
     idle: IdleLimits = field(default_factory=IdleLimits)
+    speculation: Speculation = field(default_factory=Speculation)
     answers: int = 64
     """Written at once on this node; each is a session at every stage (see `limits.MAX_SESSIONS_PER_STAGE`)."""
     close_s: float = 5.0
@@ -63,6 +66,8 @@ class CoordinatorStats:
     mismatches: int
     """Replayed tokens that the ring drew differently: exactness is broken somewhere."""
     stale: int
+    speculation: SpeculationUsage = NO_SPECULATION
+    """Of all answers so far, those being written too."""
 
 
 class Coordinator:
@@ -78,6 +83,9 @@ class Coordinator:
         self._limits = limits or CoordinatorLimits()
         self._clock = clock
         self._model: LanguageModel | None = None
+        self._drafter: Drafter | None = None
+        self._speculation = NO_SPECULATION
+        """Of the answers that ended."""
         self._turns: dict[SessionId, Turn] = {}
         self._idle = IdlePool(self._limits.idle)
         self._counters = Counters()
@@ -133,6 +141,10 @@ class Coordinator:
         self._model = model
         self._notify()
 
+    def set_drafter(self, drafter: Drafter | None) -> None:
+        """The draft model of the swarm's model is there, or not any more; counts from the next answer on."""
+        self._drafter = drafter
+
     def stats(self) -> CoordinatorStats:
         return CoordinatorStats(
             running=len(self._turns),
@@ -142,6 +154,7 @@ class Coordinator:
             replays=self._counters.replays,
             mismatches=self._counters.mismatches,
             stale=self._counters.stale,
+            speculation=sum((turn.session.speculation for turn in self._turns.values()), self._speculation),
         )
 
     # --- requests ---------------------------------------------------------------------------------------------------
@@ -189,6 +202,7 @@ class Coordinator:
             raise prompt_too_long(len(prompt), limit)
         if self._closing or self._tasks is None:
             raise SessionError("this node is leaving", action="Ask another node.")
+        drafter = self._drafter if self._drafter is not None and self._drafter.available else None
         begin = Begin(
             prompt=prompt,
             model=model.manifest,
@@ -196,11 +210,13 @@ class Coordinator:
             sampling=request.sampling,
             max_tokens=request.max_tokens,
             stop_tokens=frozenset() if request.ignore_stop_tokens else model.tokenizer.stop_tokens,
+            draft_model=drafter is not None,
         )
         session = self._idle.take(prompt) or self._new_session()
         # Of the answer only what is asked for is counted: a kept cache is worth more than a long answer's last part.
         self._make_room(len(prompt) + (request.max_tokens or 0))
-        turn = Turn(self, session, begin, model.tokenizer.stream(), StopMatcher(request.stop), self._clock, started)
+        text, stops = model.tokenizer.stream(), StopMatcher(request.stop)
+        turn = Turn(self, session, begin, text, stops, self._clock, started, drafter)
         self._turns[session.id] = turn
         self._tasks.start_soon(turn.run, name=f"session {session.id}")
         return turn
@@ -222,14 +238,16 @@ class Coordinator:
     def _new_session(self) -> Session:
         self._sessions += 1
         name = SessionId(f"{self._ring.node[:8]}-{self._sessions:x}-{secrets.token_hex(4)}")
-        return Session(name, self._ring.node, self._plan, self._limits.session, self._counters)
+        settings = self._limits
+        return Session(name, self._ring.node, self._plan, settings.session, self._counters, settings.speculation)
 
     # --- what the ring tells ----------------------------------------------------------------------------------------
 
     def plan_changed(self, plan: Plan) -> None:
         if plan.epoch != self._plan.epoch:
             # The stages' caches went with the old epoch. To rebuild an idle session's would cost more than a prefill.
-            self._idle.clear()
+            for session in self._idle.clear():
+                self._forget_drafts(session.id)
         self._plan = plan
         for turn in self._turns.values():
             turn.post_plan(plan)
@@ -278,13 +296,17 @@ class Coordinator:
     def turn_over(self, turn: Turn) -> None:
         session = turn.session
         del self._turns[session.id]
+        self._speculation += session.speculation
         if session.state is State.IDLE and len(session.log) and session.plan.epoch == self._plan.epoch:
             self._close_kept(self._idle.put(session, self._clock()))
             if self._plan.kv_tokens:
                 self._close_kept(self._idle.shrink(int(self._plan.kv_tokens * self._limits.idle.share)))
+        else:
+            self._forget_drafts(session.id)
         self._notify()
 
     def close_session(self, session: SessionId, nodes: tuple[NodeId, ...]) -> None:
+        self._forget_drafts(session)
         if self._tasks is not None and self._tellers < MAX_TELLERS:
             self._tellers += 1
             self._tasks.start_soon(self._tell_closed, session, nodes, name=f"close {session}")
@@ -306,6 +328,10 @@ class Coordinator:
     def _close_kept(self, sessions: list[Session]) -> None:
         for session in sessions:
             self.close_session(session.id, _nodes(self._plan))
+
+    def _forget_drafts(self, session: SessionId) -> None:
+        if self._drafter is not None:
+            self._drafter.close_session(session)
 
     async def _tell_closed(self, session: SessionId, nodes: tuple[NodeId, ...]) -> None:
         async def tell(node: NodeId) -> None:

@@ -8,17 +8,20 @@
                         ▼  │ ring / retry         ▼  │
                        WAITING ◄────────────── REPLAYING          any running state ──fatal, deadline──► DONE
 
-Every segment asks for the token after its last row, inner chunks of a prompt and of a replay too. There the token is
-known and the answer serves as an acknowledgement, so that few segments are in flight and the coordinator knows what
-the stages hold. It costs one row of the head for each chunk. In a replay the answer also proves that the ring still
-computes what it did: `Counters.mismatches`.
+Decoding goes in windows: the first row that was not run yet and drafted tokens behind it. The target's draw depends on
+seed and position alone, so a draft is right where it equals the drawn token, at any temperature. While a window is
+verified the next may be under way, from the last drafted position on. The first draw that differs from its draft is the
+correction: certain, and the first row of a new attempt. Draws behind it followed a wrong history and are not looked at.
 
-The first segment of an attempt travels alone where the stages may still hold rows of an older one: were it lost with a
-link, the next would be taken for a rewind into the old rows. Once it is answered, a lost segment leaves a gap behind
-it, which stages refuse.
+Segments of a prompt and of a replay ask for the token after their last row. It is known there; the answer serves as an
+acknowledgement, so that few segments are in flight and the coordinator knows what the stages hold. It costs one row of
+the head for each chunk. In a replay the answer also proves that the ring still computes what it did:
+`Counters.mismatches`.
 
-Leaving an attempt (a replay, a wait, the end of a turn) raises the attempt number: whatever is still under way is
-stale from then on, here and at the stages.
+Leaving an attempt (a rejection, a replay, a wait, the end of a turn) raises the attempt number: whatever is still under
+way is stale from then on, here and at the stages. It can only change rows behind those that are known to be held, so
+the new attempt begins there at once. Its segments are numbered: stages run each directly after the one before
+(`messages.Segment`), so a lost one is noticed and never replaced by rows of an older attempt.
 """
 
 from __future__ import annotations
@@ -27,9 +30,12 @@ from collections import deque
 from dataclasses import dataclass
 from enum import Enum
 
+from swarm.coordinator.drafting import Drafting
 from swarm.coordinator.events import (
+    AskDraft,
     Begin,
     CloseEverywhere,
+    Drafted,
     Effect,
     Emit,
     End,
@@ -40,11 +46,13 @@ from swarm.coordinator.events import (
     PlanChanged,
     SendSegment,
 )
-from swarm.coordinator.requests import FinishReason
+from swarm.coordinator.flights import Flight, Flights
+from swarm.coordinator.pace import Speculation
+from swarm.coordinator.requests import FinishReason, SpeculationUsage
 from swarm.coordinator.token_log import Piece, TokenLog
 from swarm.protocol.errors import CapacityError, SessionError, SwarmError
-from swarm.protocol.ids import Epoch, NodeId, SessionId
-from swarm.protocol.messages import Drawn, Refused, Segment
+from swarm.protocol.ids import NodeId, SessionId
+from swarm.protocol.messages import Drawn, Refused, RowKind, Segment
 from swarm.protocol.plan import Plan
 
 
@@ -79,6 +87,8 @@ class SessionLimits:
     """From sending to the answer, and …"""
     answer_row_s: float = 0.25
     """… for every row in flight: a slow PC prefills some ten rows a second while others wait their turn."""
+    draft_s: float = 10.0
+    """For the draft model, while nothing else is under way; then the answer goes on without it."""
     backoff_s: float = 0.25
     """Before the first new try in the same epoch; doubles."""
     backoff_max_s: float = 5.0
@@ -95,22 +105,18 @@ class Counters:
     """Replayed positions where the ring drew another token than the first time: exactness is broken somewhere."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Flight:
-    """A segment on its way. Its answer begins at the position after the first wanted row."""
-
-    piece: Piece
-    wanted: int
-
-    @property
-    def answer_position(self) -> int:
-        return self.piece.end - self.wanted + 1
-
-
 class Session:
     """`handle(event, now) -> effects`. `deadline` says when the next `Tick` is due."""
 
-    def __init__(self, session: SessionId, node: NodeId, plan: Plan, limits: SessionLimits, counters: Counters) -> None:
+    def __init__(
+        self,
+        session: SessionId,
+        node: NodeId,
+        plan: Plan,
+        limits: SessionLimits,
+        counters: Counters,
+        speculation: Speculation,
+    ) -> None:
         """`counters` may be shared by many sessions."""
         self.id = session
         self.node = node
@@ -126,15 +132,18 @@ class Session:
         self._turn: Begin | None = None
         self._prompt_end = 0
         self._pieces: deque[Piece] = deque()
-        self._in_flight: deque[_Flight] = deque()
-        self._used_epoch: Epoch | None = None
-        """The last one in which a segment was sent."""
-        self._alone = False
+        self._flights = Flights()
+        self._drafting = Drafting(speculation, len(plan.stages), limits.window)
         self._silent_tries = 0
         self._refusals = 0
         self._stuck_since: float | None = None
         self._retry_at: float | None = None
         self._reason = ""
+
+    @property
+    def speculation(self) -> SpeculationUsage:
+        """What drafting did in this turn so far, or in the last one."""
+        return self._drafting.usage()
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take one event. Raises ``ValueError`` for `Begin` while a turn is running."""
@@ -144,6 +153,8 @@ class Session:
             return self._plan_changed(event.plan, now)
         if isinstance(event, Drawn):
             return self._drawn(event, now)
+        if isinstance(event, Drafted):
+            return self._drafted(event, now)
         if isinstance(event, Refused):
             return self._refused(event, now)
         if isinstance(event, LinkLost):
@@ -165,6 +176,7 @@ class Session:
             self.log.mark_fed(turn.held)
             self.reused = turn.held
         self._prompt_end = len(self.log)
+        self._drafting.begin(turn, self.log, self.reused)
         self._progress()
         return self._start(now)
 
@@ -176,24 +188,30 @@ class Session:
             self.state = State.DONE
             return []
         self._silent_tries = self._refusals = 0
+        self._drafting.new_ring(len(plan.stages))
         if plan.stages and self._stuck_since is not None and now - self._stuck_since >= self.limits.wait_s:
             return self._fail(self._stuck())
         return self._replay(now)
 
     def _drawn(self, answer: Drawn, now: float) -> list[Effect]:
-        flight = next((f for f in self._in_flight if f.answer_position == answer.position), None)
         current = self._current(answer.attempt) and answer.epoch == self.plan.epoch
-        if flight is None or not current or len(answer.tokens) != flight.wanted:
+        flight = self._flights.land(answer) if current else None
+        if flight is None:
             self.counters.stale += 1
             return []
-        # Stages run a session's segments in order: an answer to a later one proves that the earlier ones were run.
-        while self._in_flight[0] is not flight:
-            self._in_flight.popleft()
-        self._in_flight.popleft()
-        self.log.mark_fed(flight.piece.end)
-        self._alone = False
         self._progress()
-        return self._verify(answer, now)
+        if answer.position > self.log.certain:
+            # The answer before was lost. Its rows were run, but what was drawn there is not known.
+            self._abandon()
+            return self._start(now)
+        if self.state is State.DECODING:
+            self._drafting.answered(flight.piece.rows, flight.sent_at, now)
+        return self._verify(flight, answer, now)
+
+    def _drafted(self, draft: Drafted, now: float) -> list[Effect]:
+        current = self.state is State.DECODING and draft.attempt == self.attempt
+        self._drafting.drafted(draft, current, self.log, now)
+        return self._pump(now) if current else []
 
     def _refused(self, refusal: Refused, now: float) -> list[Effect]:
         if not self._current(refusal.attempt) or refusal.epoch != self.plan.epoch:
@@ -210,6 +228,9 @@ class Session:
             retry = self._retry_at is not None and now >= self._retry_at
             stuck = self._stuck_since is not None and now - self._stuck_since >= self.limits.wait_s
             return self._replay(now) if retry and not stuck else self._fail(self._stuck())
+        if not self._flights:
+            self._drafting.give_up_model()
+            return self._pump(now)
         self._silent_tries += 1
         if self._silent_tries > 1:
             return self._fail(SessionError("the ring does not answer", found="no answer twice in a row"))
@@ -234,26 +255,48 @@ class Session:
         if len(self.log) >= self._context():
             return self._does_not_fit()
         self._pieces.extend(self.log.pieces(self.limits.chunk_rows, self.limits.sibling_rows))
-        self._alone, self._used_epoch = self._used_epoch == self.plan.epoch, self.plan.epoch
         self.state = State.PREFILLING if len(self.log) == self._prompt_end else State.REPLAYING
         return self._pump(now)
 
     def _pump(self, now: float) -> list[Effect]:
         """Send while there is something to send and room in the window.
 
-        The window keeps every stage busy with one segment while one more waits at the first.
+        Known rows keep every stage busy with one segment while one more waits at the first.
         """
         effects: list[Effect] = []
-        window = 1 if self._alone else min(len(self.plan.stages) + 1, self.limits.window)
-        while self._pieces and len(self._in_flight) < window:
-            flight = _Flight(self._pieces.popleft(), wanted=1)
-            self._in_flight.append(flight)
-            effects.append(SendSegment(self.plan.stages[0].node, self._segment(flight)))
-        rows = sum(flight.piece.rows for flight in self._in_flight)
-        self.deadline = now + self.limits.answer_s + rows * self.limits.answer_row_s
+        while self._pieces and len(self._flights) < min(len(self.plan.stages) + 1, self.limits.window):
+            effects.append(self._send(self._pieces.popleft(), 1, now))
+        if self.state is State.DECODING:
+            effects += self._speculate(now)
+        if self._flights:
+            self.deadline = now + self.limits.answer_s + self._flights.rows * self.limits.answer_row_s
+        else:
+            self.deadline = now + self.limits.draft_s
         return effects
 
-    def _segment(self, flight: _Flight) -> Segment:
+    def _speculate(self, now: float) -> list[Effect]:
+        """Send windows as drafting wants them: the last certain row if it was not run yet, and drafted ones."""
+        effects: list[Effect] = []
+        while len(self._flights) < self.limits.window:
+            # The last token of the answer, and a drafted one in its place, are never run.
+            step = self._drafting.next(self.log, len(self._flights), self._limit() - 1 - len(self.log))
+            if step.ask:
+                known = self.log.ids(0, len(self.log))
+                sampling = self._current_turn().sampling
+                effects.append(AskDraft(self.attempt, len(known), known, step.ask, sampling))
+            if step.wait:
+                break
+            start = self._flights.end(self.log.fed)
+            self.log.append_drafted(step.tokens)
+            window = Piece(start, len(self.log), RowKind.DECODE)
+            effects.append(self._send(window, window.rows, now))
+        return effects
+
+    def _send(self, piece: Piece, wanted: int, now: float) -> SendSegment:
+        flight = self._flights.send(piece, wanted, now)
+        return SendSegment(self.plan.stages[0].node, self._segment(flight))
+
+    def _segment(self, flight: Flight) -> Segment:
         piece = flight.piece
         return Segment(
             session=self.id,
@@ -265,50 +308,48 @@ class Session:
             tokens=self.log.ids(piece.start, piece.end),
             wanted=flight.wanted,
             sampling=self._current_turn().sampling,
+            number=flight.number,
         )
 
-    def _verify(self, answer: Drawn, now: float) -> list[Effect]:
-        """Hold the drawn tokens against the log, then go on: with what is left to feed, or with new tokens.
-
-        Here a window of drafted tokens is to be decided, once there are any: a drafted row is a wanted row whose next
-        token is in the log already but not certain.
-        """
-        new: list[int] = []
+    def _verify(self, flight: Flight, answer: Drawn, now: float) -> list[Effect]:
+        """Hold the drawn tokens against the log: known, drafted, or new; then go on, or end the answer."""
+        turn, log = self._current_turn(), self.log
+        emitted: list[int] = []
+        agreed, finish = True, None
         for position, token in enumerate(answer.tokens, answer.position):
-            if position == len(self.log) + len(new):
-                new.append(token)
-            elif position >= self._prompt_end and (token,) != self.log.ids(position, position + 1):
-                self.counters.mismatches += 1
-        if not new:
-            return self._pump(now)
-        return self._extend(new, now)
-
-    def _extend(self, tokens: list[int], now: float) -> list[Effect]:
-        """Append newly drawn tokens up to the end of the answer, and ask for the next."""
-        turn, finish, kept = self._current_turn(), None, 0
-        limit = self._context()
-        if turn.max_tokens is not None:
-            limit = min(limit, self._prompt_end + turn.max_tokens)
-        for token in tokens:
+            if position < log.certain:
+                differs = position >= self._prompt_end and (token,) != log.ids(position, position + 1)
+                self.counters.mismatches += differs
+                continue
             if token in turn.stop_tokens:
                 finish = FinishReason.STOP
                 break
-            kept += 1
-            if len(self.log) + kept >= limit:
+            drafted = position < len(log)
+            agreed = log.confirm(token)
+            self._drafting.drawn(position, token, drafted, now)
+            emitted.append(token)
+            if log.certain >= self._limit():
                 finish = FinishReason.LENGTH
+            if finish is not None or not agreed:
                 break
-        self.log.append_drawn(tokens[:kept])
-        emitted: list[Effect] = [Emit(tuple(tokens[:kept]))] if kept else []
+        sound = log.certain if agreed else log.certain - 1
+        log.mark_fed(min(flight.piece.end, sound))
+        effects: list[Effect] = [Emit(tuple(emitted))] if emitted else []
         if finish is not None:
-            return emitted + self._end(finish)
-        self.state = State.DECODING
-        self._pieces.extend(self.log.pieces(self.limits.chunk_rows, self.limits.sibling_rows))
-        return self._pump(now) + emitted
+            return effects + self._end(finish)
+        if not agreed:
+            self._drafting.rejected(self._flights.end(flight.piece.end) - sound, len(self._flights))
+            self._abandon()
+        if emitted:
+            self.state = State.DECODING
+        return self._pump(now) + effects
 
     def _abandon(self) -> None:
         self.attempt += 1
         self._pieces.clear()
-        self._in_flight.clear()
+        self._flights.clear()
+        self.log.drop_drafted()
+        self._drafting.clear(self.log.certain)
         self._retry_at = None
         self.deadline = None
 
@@ -365,6 +406,11 @@ class Session:
     def _context(self) -> int:
         return context_limit(self._current_turn().context_tokens, self.plan)
 
+    def _limit(self) -> int:
+        """Length of the log at which the answer ends."""
+        most = self._current_turn().max_tokens
+        return self._context() if most is None else min(self._context(), self._prompt_end + most)
+
     def _progress(self) -> None:
         self._silent_tries = self._refusals = 0
         self._stuck_since = None
@@ -385,15 +431,16 @@ class Session:
         self.log.check()
         assert (self._turn is None) == (self.state in (State.IDLE, State.DONE))
         assert (self.deadline is None) == (self._turn is None)
-        assert bool(self._in_flight) == (self.state in RUNNING)
-        assert len(self._in_flight) <= self.limits.window
+        assert (bool(self._flights) or self._drafting.waiting) == (self.state in RUNNING)
+        assert len(self._flights) <= self.limits.window
+        assert self.state is State.DECODING or len(self.log) == self.log.certain
         position = self.log.fed
-        for piece in (*(flight.piece for flight in self._in_flight), *self._pieces):
+        for piece in (*(flight.piece for flight in self._flights), *self._pieces):
             assert piece.start == position
             assert piece.end > piece.start
             position = piece.end
         if self.state in RUNNING:
-            assert position == len(self.log)
+            assert position == len(self.log) or (self._drafting.waiting and position == len(self.log) - 1)
         elif self._turn is None and self.state is State.IDLE:
             assert self.log.fed == len(self.log)
 

@@ -6,6 +6,13 @@ same bits), decoded rows as sibling rows (alone or several at once: the same bit
 
 The invariant behind it: a maximal run of PREFILL positions is never one position long. A lone new token is a decode
 row from the start, and a rewind that would leave a lone prefilled position drops that position too.
+
+Behind the certain tokens the log may have a drafted tail. `confirm` moves the border, one drawn token at a time, and
+drops the tail where it turns out wrong::
+
+    prompt  answer so far   drafted
+    ├───────────┴───────────┼────────┤
+    0       fed ≤       certain     len
 """
 
 from __future__ import annotations
@@ -34,15 +41,21 @@ class Piece:
 
 
 class TokenLog:
-    """Ids and kinds by absolute position, and how many of the rows have been run."""
+    """Ids and kinds by absolute position, how many are certain, and how many of the certain rows have been run."""
 
     def __init__(self) -> None:
         self._ids: list[int] = []
         self._kinds = bytearray()
+        self._certain = 0
         self._fed = 0
 
     def __len__(self) -> int:
         return len(self._ids)
+
+    @property
+    def certain(self) -> int:
+        """Positions whose tokens a person gave or the model drew; the drafted ones follow."""
+        return self._certain
 
     @property
     def fed(self) -> int:
@@ -56,18 +69,37 @@ class TokenLog:
         return tuple(RowKind(kind) for kind in self._kinds[start:end])
 
     def append_prompt(self, ids: Sequence[int]) -> None:
-        """Tokens that a person gave: prefilled, except that a single one is a decode row."""
+        """Tokens that a person gave: prefilled, except that a single one is a decode row. Drops what is drafted."""
         kind = RowKind.PREFILL if len(ids) >= MIN_PREFILL_ROWS else RowKind.DECODE
+        self.drop_drafted()
         self._append(ids, kind)
+        self._certain = len(self._ids)
 
-    def append_drawn(self, ids: Sequence[int]) -> None:
-        """Tokens that the model drew."""
+    def append_drafted(self, ids: Sequence[int]) -> None:
+        """Tokens that the model may draw."""
         self._append(ids, RowKind.DECODE)
 
+    def confirm(self, token: int) -> bool:
+        """The model drew `token` at the first position that is not certain; False where another one was drafted there.
+
+        Then the drafted tail is gone.
+        """
+        agreed = self._certain == len(self._ids) or self._ids[self._certain] == token
+        if not agreed:
+            self.drop_drafted()
+        if self._certain == len(self._ids):
+            self._append((token,), RowKind.DECODE)
+        self._certain += 1
+        return agreed
+
+    def drop_drafted(self) -> None:
+        del self._ids[self._certain :]
+        del self._kinds[self._certain :]
+
     def mark_fed(self, end: int) -> None:
-        """Every stage holds the positions before `end`."""
-        if not self._fed <= end <= len(self._ids):
-            raise ValueError(f"position {end} is outside [{self._fed}, {len(self._ids)}]")
+        """Every stage holds the positions before `end`, which are certain."""
+        if not self._fed <= end <= self._certain:
+            raise ValueError(f"position {end} is outside [{self._fed}, {self._certain}]")
         self._fed = end
 
     def lose_caches(self) -> None:
@@ -79,6 +111,7 @@ class TokenLog:
         length = self._without_lone_prefill(length)
         del self._ids[length:]
         del self._kinds[length:]
+        self._certain = min(self._certain, length)
         self._fed = min(self._fed, length)
 
     def reusable(self, prompt: Sequence[int]) -> int:
@@ -99,10 +132,10 @@ class TokenLog:
         return self._without_lone_prefill(same)
 
     def pieces(self, chunk_rows: int, sibling_rows: int) -> Iterator[Piece]:
-        """What is to be run from `fed` to the end, in order, no piece larger than the limit of its kind."""
+        """What is certain and not yet run, in order, no piece larger than the limit of its kind."""
         position = self._fed
-        while position < len(self._ids):
-            kind, end = RowKind(self._kinds[position]), self._run_end(position)
+        while position < self._certain:
+            kind, end = RowKind(self._kinds[position]), min(self._run_end(position), self._certain)
             rows = end - position
             divided = (
                 prefill_chunks(rows, chunk_rows) if kind is RowKind.PREFILL else sibling_chunks(rows, sibling_rows)
@@ -114,7 +147,8 @@ class TokenLog:
     def check(self) -> None:
         """Assert the invariants; for tests and debugging."""
         assert len(self._ids) == len(self._kinds)
-        assert 0 <= self._fed <= len(self._ids)
+        assert 0 <= self._fed <= self._certain <= len(self._ids)
+        assert not any(kind != RowKind.DECODE for kind in self._kinds[self._certain :])
         position = 0
         while position < len(self._ids):
             end = self._run_end(position)

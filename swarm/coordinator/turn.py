@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
-import statistics
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
 import anyio
+from anyio.abc import TaskGroup
 
+from swarm.coordinator.drafter import Drafter
 from swarm.coordinator.events import (
+    AskDraft,
     Begin,
     CloseEverywhere,
+    Drafted,
     Effect,
     Emit,
     End,
@@ -73,8 +75,9 @@ class Turn:
         stops: StopMatcher,
         clock: Callable[[], float],
         started: float,
+        drafter: Drafter | None = None,
     ) -> None:
-        """`started`: when the request came in, for the time to first token."""
+        """`started`: when the request came in, for the time to first token; `drafter` where `begin.draft_model`."""
         self.session = session
         self.error: Exception | None = None
         self._owner = owner
@@ -85,6 +88,9 @@ class Turn:
         self._times = [started]
         self._send, self.results = anyio.create_memory_object_stream[Delta](READER_BUFFER)
         self._inbox: deque[Drawn | Refused] = deque()
+        self._drafter = drafter
+        self._drafting = anyio.CancelScope()
+        self._drafted: Drafted | None = None
         self._new_plan: Plan | None = None
         self._wake = anyio.Event()
         self._scope = anyio.CancelScope()
@@ -109,21 +115,27 @@ class Turn:
     async def run(self) -> None:
         try:
             with self._scope:
-                held = await self._owner.adopt(self.session, self._begin.prompt)
-                effects = self.session.handle(replace(self._begin, held=held), self._clock())
-                while not await self._carry_out(effects):
-                    effects = await self._next_effects()
+                async with anyio.create_task_group() as tasks:
+                    await self._write(tasks)
+                    tasks.cancel_scope.cancel()
+        finally:
+            self._release()
+            self._send.close()
+
+    async def _write(self, tasks: TaskGroup) -> None:
+        try:
+            held = await self._owner.adopt(self.session, self._begin.prompt)
+            effects = self.session.handle(replace(self._begin, held=held), self._clock())
+            while not await self._carry_out(effects, tasks):
+                effects = await self._next_effects()
         except anyio.BrokenResourceError:
             pass  # the reader is gone; `_release` cancels the session
         except Exception as error:
             # The reader raises it where it can be seen; other answers go on.
             self.error = error
-        finally:
-            self._release()
-            self._send.close()
 
     async def _next_effects(self) -> list[Effect]:
-        if not self._inbox and self._new_plan is None:
+        if not self._inbox and self._new_plan is None and self._drafted is None:
             self._wake = anyio.Event()
             deadline = self.session.deadline
             with anyio.move_on_after(None if deadline is None else max(0.0, deadline - self._clock())):
@@ -132,18 +144,25 @@ class Turn:
         effects: list[Effect] = []
         while self._inbox:
             effects += self.session.handle(self._inbox.popleft(), now)
+        if self._drafted is not None:
+            drafted, self._drafted = self._drafted, None
+            effects += self.session.handle(drafted, now)
         if self._new_plan is not None:
             plan, self._new_plan = self._new_plan, None
             effects += self.session.handle(PlanChanged(plan), now)
         return effects + self.session.handle(Tick(), now)
 
-    async def _carry_out(self, effects: list[Effect]) -> bool:
+    async def _carry_out(self, effects: list[Effect], tasks: TaskGroup) -> bool:
         """True when the turn is over. A reader that is slow holds up the next round, and so the session."""
         queue = deque(effects)
         while queue:
             effect = queue.popleft()
             if isinstance(effect, SendSegment):
                 queue.extend(await self._send_segment(effect))
+            elif isinstance(effect, AskDraft):
+                self._drafting.cancel()
+                self._drafting, self._drafted = anyio.CancelScope(), None
+                tasks.start_soon(self._draft, effect, self._drafting, name=f"draft {self.session.id}")
             elif isinstance(effect, Emit):
                 await self._emit(effect.tokens)
                 if self._stops.found:
@@ -168,6 +187,17 @@ class Turn:
         except SwarmError as error:
             return self.session.handle(LinkLost(segment.attempt, str(error)), self._clock())
         return []
+
+    async def _draft(self, ask: AskDraft, scope: anyio.CancelScope) -> None:
+        assert self._drafter is not None
+        began = self._clock()
+        with scope:
+            try:
+                tokens = await self._drafter.draft(self.session.id, ask)
+            except SwarmError:
+                tokens = ()  # the session goes on without it
+            self._drafted = Drafted(ask.attempt, ask.start, tokens, self._clock() - began)
+            self._wake.set()
 
     async def _emit(self, tokens: tuple[int, ...]) -> None:
         self._times += [self._clock()] * len(tokens)
@@ -201,11 +231,12 @@ class Turn:
 
     def _usage(self) -> Usage:
         times = self._times
-        gaps = [later - earlier for earlier, later in itertools.pairwise(times[1:])]
+        after_first = len(times) - 2
         return Usage(
             prompt_tokens=len(self._begin.prompt),
             completion_tokens=len(times) - 1,
             reused_tokens=self.session.reused,
             first_token_ms=(times[1] - times[0]) * 1e3 if len(times) > 1 else 0.0,
-            token_ms=statistics.median(gaps) * 1e3 if gaps else 0.0,
+            token_ms=(times[-1] - times[1]) * 1e3 / after_first if after_first > 0 else 0.0,
+            speculation=self.session.speculation,
         )

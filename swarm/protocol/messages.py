@@ -241,6 +241,9 @@ class Segment:
 
     The stage first brings its cache for the session to exactly `start` positions: a smaller `start` than before is a
     rewind, 0 is a new beginning. A segment of an old epoch, or of an older attempt than one already seen, is dropped.
+
+    What `start` says is believed only of an attempt's first segment. The others are run directly behind the one before,
+    or refused: were one lost, the next could stand on rows of an older attempt.
     """
 
     TAG: ClassVar[int] = 30
@@ -258,6 +261,8 @@ class Segment:
     sampling: SamplingParams
     hidden: Array | None = None
     """``[rows, hidden]`` f32 from the stage before; None at stage 0."""
+    number: int = 0
+    """Counts the segments of the attempt. Above 0: runs only directly after the one before of the same attempt."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,6 +118,8 @@ class StageWorker:
         self._owners: dict[SessionId, NodeId] = {}
         self._used: dict[SessionId, float] = {}
         """When each session last sent something."""
+        self._ran: dict[SessionId, tuple[int, int]] = {}
+        """Attempt and number of the segment that each session's cache ends with."""
         self._steps: deque[float] = deque(maxlen=_WINDOW)
         self._rows = 0
         self._counted = time.monotonic()
@@ -270,6 +272,8 @@ class StageWorker:
             raise SessionError(
                 "a segment without sense", found=f"{rows} rows at {segment.start}, {segment.wanted} wanted"
             )
+        if segment.number and self._ran.get(segment.session) != (segment.attempt, segment.number - 1):
+            raise SessionError("a gap in the attempt", found=f"segment {segment.number} without the one before")
         self._engine.check(segment)
 
     async def _forward(self, executor: ThreadPoolExecutor, batch: Sequence[Segment]) -> list[tuple[NodeId, Message]]:
@@ -288,6 +292,7 @@ class StageWorker:
         if any(segment.kind is RowKind.DECODE for segment in batch):
             self._steps.append((time.perf_counter() - began) * 1000)
         self._rows += sum(len(segment.tokens) for segment in batch)
+        self._ran.update((segment.session, (segment.attempt, segment.number)) for segment in batch)
         return [result for pair in zip(batch, outputs, strict=True) for result in self._result(*pair)]
 
     def _adopt(self, message: Adopt) -> tuple[NodeId, Message]:
@@ -323,6 +328,7 @@ class StageWorker:
     def _close_sessions(self) -> None:
         for session in self._closing:
             self._engine.close_session(session)
+            self._ran.pop(session, None)
         self._closing.clear()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 
+from swarm.coordinator.pace import Speculation
 from swarm.protocol.ids import BlobId, Epoch, NodeId, SessionId
 from swarm.protocol.messages import Drawn, Refused, RowKind, Segment
 from swarm.protocol.plan import Plan, Stage
@@ -13,6 +14,7 @@ Row = tuple[int, RowKind]
 
 NODE = NodeId("a" * 32)
 MODEL = BlobId("b" * 64)
+PLAIN = Speculation(enabled=False)
 
 
 def next_token(rows: Sequence[Row]) -> int:
@@ -52,6 +54,7 @@ class FakeStages:
         self.epoch = epoch
         self.caches: dict[SessionId, list[Row]] = {}
         self.attempts: dict[SessionId, int] = {}
+        self.ran: dict[SessionId, tuple[int, int]] = {}
 
     def adopt(self, session: SessionId, tokens: Sequence[int]) -> int:
         """Begin with what another session computed, in blocks of four."""
@@ -71,8 +74,10 @@ class FakeStages:
             return None
         self.attempts[session] = attempt
         cache = self.caches.setdefault(session, [])
-        if segment.start > len(cache):
+        gap = segment.number and self.ran.get(session) != (attempt, segment.number - 1)
+        if gap or segment.start > len(cache):
             return Refused(session, self.epoch, attempt, "the cache is behind", fatal=False)
+        self.ran[session] = (attempt, segment.number)
         cache[segment.start :] = [(token, segment.kind) for token in segment.tokens]
         if not segment.wanted:
             return None

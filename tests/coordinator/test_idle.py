@@ -3,11 +3,13 @@ from __future__ import annotations
 from swarm.coordinator.idle import IdleLimits, IdlePool
 from swarm.coordinator.session import Counters, Session, SessionLimits
 from swarm.protocol.ids import SessionId
-from tests.coordinator.fake_stages import NODE, make_plan
+from tests.coordinator.fake_stages import NODE, PLAIN, make_plan
 
 
 def kept(name: int, ids: range | list[int]) -> Session:
-    session = Session(SessionId(f"aaaaaaaa-{name:x}-00000000"), NODE, make_plan(1, 1), SessionLimits(), Counters())
+    session = Session(
+        SessionId(f"aaaaaaaa-{name:x}-00000000"), NODE, make_plan(1, 1), SessionLimits(), Counters(), PLAIN
+    )
     session.log.append_prompt(ids)
     session.log.mark_fed(len(session.log))
     return session

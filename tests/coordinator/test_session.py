@@ -23,14 +23,14 @@ from swarm.protocol.errors import CapacityError, SessionError
 from swarm.protocol.ids import SessionId
 from swarm.protocol.messages import Drawn, Refused, RowKind, Segment
 from swarm.protocol.plan import NO_PLAN, Plan
-from tests.coordinator.fake_stages import MODEL, NODE, make_plan
+from tests.coordinator.fake_stages import MODEL, NODE, PLAIN, make_plan
 
 LIMITS = SessionLimits(chunk_rows=4, wait_s=100.0, answer_s=10.0, answer_row_s=1.0, backoff_s=1.0, backoff_max_s=4.0)
 PROMPT = tuple(range(10))
 
 
 def make_session(plan: Plan) -> Session:
-    return Session(SessionId("aaaaaaaa-1-00000000"), NODE, plan, LIMITS, Counters())
+    return Session(SessionId("aaaaaaaa-1-00000000"), NODE, plan, LIMITS, Counters(), PLAIN)
 
 
 def begin(prompt: tuple[int, ...] = PROMPT, **options: object) -> Begin:
@@ -173,7 +173,7 @@ def test_silence_is_tried_once_more_and_then_ends_the_session() -> None:
 
 def test_progress_after_silence_forgives_it() -> None:
     session, _ = started()
-    (first,) = segments(session.handle(Tick(), 12.0))
+    first = segments(session.handle(Tick(), 12.0))[0]
     session.handle(answer(first), 13.0)
     assert segments(session.handle(Tick(), 60.0))
     assert session.state is State.REPLAYING
@@ -230,12 +230,13 @@ def test_a_cancelled_session_that_nobody_holds_is_closed() -> None:
     assert session.state is State.DONE
 
 
-def test_the_first_segment_over_old_rows_travels_alone() -> None:
+def test_segments_over_old_rows_are_numbered_and_need_not_wait_for_each_other() -> None:
     session, _ = started()
     session.handle(End(FinishReason.CANCELLED), 2.0)
-    (first,) = segments(session.handle(begin((*PROMPT, *range(50, 70))), 3.0))
-    assert first.start == 10
-    assert len(segments(session.handle(answer(first), 4.0))) == 4, "then the window opens"
+    sent = segments(session.handle(begin((*PROMPT, *range(50, 70))), 3.0))
+    assert [segment.start for segment in sent] == [10, 14, 18, 22, 26]
+    assert [segment.number for segment in sent] == [0, 1, 2, 3, 4]
+    assert len({segment.attempt for segment in sent}) == 1
 
 
 def test_a_new_epoch_ends_an_idle_session() -> None:

@@ -17,7 +17,7 @@ from swarm.protocol.ids import SessionId
 from swarm.protocol.messages import Drawn
 from swarm.protocol.sampling import SamplingParams
 from swarm.protocol.tensors import Array
-from tests.coordinator.fake_stages import MODEL, NODE, make_plan
+from tests.coordinator.fake_stages import MODEL, NODE, PLAIN, make_plan
 
 LAYERS = 3
 LIMITS = SessionLimits(chunk_rows=16, sibling_rows=5)
@@ -40,7 +40,7 @@ class Run:
         self.rings = rings
         self.change_after = change_after
         self.epoch = 1
-        self.session = Session(SessionId("aaaaaaaa-1-00000000"), NODE, make_plan(1, 1), LIMITS, Counters())
+        self.session = Session(SessionId("aaaaaaaa-1-00000000"), NODE, make_plan(1, 1), LIMITS, Counters(), PLAIN)
         self.logits: dict[int, Array] = {}
         self.replayed = 0
 

@@ -1,16 +1,20 @@
-"""A session against a ring that delays, drops, repeats, reorders across attempts, refuses and changes its epoch."""
+"""A session against a ring and a draft model that do whatever they may do.
+
+Stages run in any order, links lose and reorder across attempts, stages refuse and forget, answers are repeated, epochs
+change, drafts are right, wrong, short or late. Whatever happens, the text is that of plain decoding.
+"""
 
 from __future__ import annotations
 
-from collections import deque
-
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from swarm.coordinator.events import (
+    AskDraft,
     Begin,
     CloseEverywhere,
+    Drafted,
     Effect,
     Emit,
     End,
@@ -22,50 +26,71 @@ from swarm.coordinator.events import (
     SendSegment,
     Tick,
 )
+from swarm.coordinator.pace import MAX_K, Speculation
 from swarm.coordinator.requests import FinishReason
 from swarm.coordinator.session import RUNNING, Counters, Session, SessionLimits, State
 from swarm.protocol.ids import SessionId
-from swarm.protocol.messages import Drawn, Refused, RowKind, Segment
-from tests.coordinator.fake_stages import MODEL, NODE, FakeStages, Row, make_plan, next_token, prompt_rows
+from swarm.protocol.messages import Refused, RowKind, Segment
+from tests.coordinator.fake_ring import STOP, FakeRing, next_token
+from tests.coordinator.fake_stages import MODEL, NODE, Row, make_plan, prompt_rows
 
-LIMITS = SessionLimits(chunk_rows=4, sibling_rows=3, window=3, wait_s=50.0, answer_s=10.0, answer_row_s=0.5)
-TOKENS = st.integers(97, 100)
-STOP = 122
+LIMITS = SessionLimits(
+    chunk_rows=4, sibling_rows=3, window=5, wait_s=50.0, answer_s=10.0, answer_row_s=0.5, draft_s=3.0
+)
+CONTEXT = 40
+TOKENS = st.integers(98, 100)
+SPECULATION = st.builds(
+    Speculation,
+    enabled=st.sampled_from([True, True, True, False]),
+    max_k=st.sampled_from([MAX_K, 3]),
+    fixed_k=st.sampled_from([None, 1, 2, 3, 5, 10]),
+    fixed_depth=st.sampled_from([None, 1, 2, 4]),
+    ngram=st.booleans(),
+    model=st.booleans(),
+)
 
 
 class SessionMachine(RuleBasedStateMachine):
-    def __init__(self) -> None:
-        super().__init__()
+    @initialize(speculation=SPECULATION, stages=st.integers(1, 3))
+    def start(self, speculation: Speculation, stages: int) -> None:
+        self.speculation = speculation
         self.now = 0.0
         self.epoch = 1
         self.counters = Counters()
-        self.plan = make_plan(1, stages=2)
-        self.stages = FakeStages(self.plan.epoch)
+        self.plan = make_plan(1, stages)
         self.count = 0
-        self.to_stages: deque[Segment] = deque()
-        self.to_us: list[Drawn | Refused] = []
         self.new_session()
 
     def new_session(self) -> None:
         self.count += 1
-        self.to_us.clear()  # a coordinator hands a session its own messages only
-        self.to_stages.clear()
-        self.session = Session(SessionId(f"aaaaaaaa-{self.count:x}-00000000"), NODE, self.plan, LIMITS, self.counters)
+        self.ring = FakeRing(self.plan)  # a coordinator hands a session its own messages only
+        name = SessionId(f"aaaaaaaa-{self.count:x}-00000000")
+        self.session = Session(name, NODE, self.plan, LIMITS, self.counters, self.speculation)
         self.truth: list[Row] = []
         self.turn: Begin | None = None
+        self.ask: AskDraft | None = None
         self.drawn = 0
-        self.next_start: dict[int, int] = {}
+        self.sent: dict[int, tuple[int, int]] = {}
+        """Attempt to the number and the end of its last segment."""
+        self.forgotten = False
 
-    # --- what the world does ----------------------------------------------------------------------------------------
+    # --- what people do ---------------------------------------------------------------------------------------------
 
     @precondition(lambda self: self.turn is None)
-    @rule(data=st.data(), new=st.lists(TOKENS, max_size=30), most=st.integers(1, 12), stop=st.booleans())
-    def begin(self, data: st.DataObject, new: list[int], most: int, stop: bool) -> None:
+    @rule(
+        data=st.data(),
+        new=st.lists(TOKENS, max_size=20),
+        most=st.integers(1, 20),
+        stop=st.booleans(),
+        model=st.booleans(),
+    )
+    def begin(self, data: st.DataObject, new: list[int], most: int, stop: bool, model: bool) -> None:
         if self.session.state is State.DONE:
             self.new_session()
         kept = data.draw(st.integers(0, len(self.truth)))
-        prompt = (*(token for token, _ in self.truth[:kept]), *new) or (97,)
-        self.turn = Begin(prompt, MODEL, 1000, max_tokens=most, stop_tokens=frozenset({STOP} if stop else ()))
+        prompt = ((*(token for token, _ in self.truth[:kept]), *new) or (98,))[: CONTEXT - 1]
+        stops = frozenset({STOP} if stop else ())
+        self.turn = Begin(prompt, MODEL, CONTEXT, max_tokens=most, stop_tokens=stops, draft_model=model)
         self.drawn = 0
         fed = self.session.log.fed
         effects = self.session.handle(self.turn, self.now)
@@ -76,52 +101,76 @@ class SessionMachine(RuleBasedStateMachine):
         self.truth = self.truth[:reused] + prompt_rows(prompt[reused:])
         self.carry_out(effects)
 
+    @precondition(lambda self: self.turn is not None)
+    @rule(reason=st.sampled_from([FinishReason.STOP, FinishReason.CANCELLED]))
+    def end(self, reason: FinishReason) -> None:
+        effects = self.session.handle(End(reason), self.now)
+        assert Finish(reason) in effects
+        assert not any(isinstance(effect, SendSegment | AskDraft) for effect in effects)
+        self.turn = self.ask = None
+
+    # --- what the world does ----------------------------------------------------------------------------------------
+
     @precondition(lambda self: self.turn is not None and self.plan.stages)
-    @rule(steps=st.integers(1, 40))
-    def run_undisturbed(self, steps: int) -> None:
+    @rule(steps=st.integers(1, 60), right=st.booleans())
+    def run_undisturbed(self, steps: int, right: bool) -> None:
         for _ in range(steps):
-            if self.to_us:
-                self.handle(self.to_us.pop(0))
-            elif self.to_stages:
-                self.run_segment()
-        self.valid()
+            self.advance(right)
+            self.session.validate_state()
 
-    @precondition(lambda self: self.turn is not None and self.plan.stages)
-    @rule()
-    def run_to_the_end(self) -> None:
-        self.run_undisturbed(200)
+    @precondition(lambda self: self.ring.busy)
+    @rule(data=st.data(), refuse=st.sampled_from([False] * 7 + [True]))
+    def move_one(self, data: st.DataObject, refuse: bool) -> None:
+        stage = data.draw(st.sampled_from(self.ring.busy))
+        link = self.ring.links[stage]
+        if link and data.draw(st.booleans()):
+            self.ring.arrive(stage, data.draw(st.sampled_from(sorted({segment.attempt for segment in link}))))
+        else:
+            self.ring.step(stage, refuse)
 
-    @precondition(lambda self: self.to_stages)
-    @rule()
-    def run_segment(self) -> None:
-        answer = self.stages.run(self.to_stages.popleft())
-        if answer is not None:
-            self.to_us.append(answer)
-
-    @precondition(lambda self: self.to_us)
+    @precondition(lambda self: self.ring.answers)
     @rule(data=st.data(), again=st.booleans())
     def deliver(self, data: st.DataObject, again: bool) -> None:
-        attempt = data.draw(st.sampled_from(sorted({message.attempt for message in self.to_us})))
-        message = next(m for m in self.to_us if m.attempt == attempt)
+        answers = self.ring.answers
+        attempt = data.draw(st.sampled_from(sorted({message.attempt for message in answers})))
+        message = next(m for m in answers if m.attempt == attempt)
         if not again:
-            self.to_us.remove(message)
+            answers.remove(message)
         self.handle(message)
 
-    @precondition(lambda self: self.to_stages)
-    @rule()
-    def drop_segment(self) -> None:
-        self.to_stages.popleft()
+    @precondition(lambda self: any(self.ring.links))
+    @rule(data=st.data())
+    def drop_segment(self, data: st.DataObject) -> None:
+        link = data.draw(st.sampled_from([link for link in self.ring.links if link]))
+        del link[data.draw(st.integers(0, len(link) - 1))]
 
-    @precondition(lambda self: self.to_us)
+    @precondition(lambda self: self.ring.answers)
     @rule(data=st.data())
     def drop_answer(self, data: st.DataObject) -> None:
-        del self.to_us[data.draw(st.integers(0, len(self.to_us) - 1))]
+        del self.ring.answers[data.draw(st.integers(0, len(self.ring.answers) - 1))]
 
-    @rule(stages=st.integers(0, 3))
-    def change_plan(self, stages: int) -> None:
+    @precondition(lambda self: self.plan.stages)
+    @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        self.ring.forget(data.draw(st.integers(0, len(self.ring.stages) - 1)), self.session.id)
+        self.forgotten = True
+
+    @precondition(lambda self: self.ask is not None)
+    @rule(right=st.integers(0, 10), count=st.integers(0, 10))
+    def answer_draft(self, right: int, count: int) -> None:
+        self.draft(right, count)
+
+    @rule(attempt=st.integers(0, 3), start=st.integers(0, 20), tokens=st.lists(TOKENS, max_size=3))
+    def answer_a_draft_nobody_waits_for(self, attempt: int, start: int, tokens: list[int]) -> None:
+        if self.ask is None:
+            self.handle(Drafted(attempt, start, tuple(tokens), 0.1))
+
+    @rule(stages=st.integers(0, 3), kv_tokens=st.sampled_from([0, 0, 30]))
+    def change_plan(self, stages: int, kv_tokens: int) -> None:
         self.epoch += 1
-        self.plan = make_plan(self.epoch, stages)
-        self.stages = FakeStages(self.plan.epoch)
+        self.plan = make_plan(self.epoch, stages, kv_tokens)
+        self.ring = FakeRing(self.plan)
+        self.forgotten = False
         self.handle(PlanChanged(self.plan))
 
     @rule()
@@ -140,15 +189,8 @@ class SessionMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.session.state in RUNNING)
     @rule()
     def lose_link(self) -> None:
+        self.ring.links[0].clear()
         self.handle(LinkLost(self.session.attempt, "closed"))
-
-    @precondition(lambda self: self.turn is not None)
-    @rule(reason=st.sampled_from([FinishReason.STOP, FinishReason.CANCELLED]))
-    def end(self, reason: FinishReason) -> None:
-        effects = self.session.handle(End(reason), self.now)
-        assert Finish(reason) in effects
-        assert not any(isinstance(effect, SendSegment) for effect in effects)
-        self.turn = None
 
     @precondition(lambda self: self.session.deadline is not None)
     @rule(share=st.sampled_from([0.5, 1.0, 1.0, 1.0]))
@@ -158,6 +200,29 @@ class SessionMachine(RuleBasedStateMachine):
         self.handle(Tick())
 
     # --- what the session does --------------------------------------------------------------------------------------
+
+    def advance(self, right: bool) -> bool:
+        """One move of a world without faults, the last stages first; False where nothing is to be done."""
+        self.now += 0.01
+        if self.ring.answers:
+            self.handle(self.ring.answers.pop(0))
+        elif self.ring.busy:
+            self.ring.advance(self.ring.busy[-1])
+        elif self.ask is not None:
+            self.draft(MAX_K if right else 0, self.ask.count)
+        else:
+            return False
+        return True
+
+    def draft(self, right: int, count: int) -> None:
+        """Answer the question: so many tokens that the target would draw, then others, `count` in all."""
+        ask, self.ask = self.ask, None
+        assert ask is not None
+        known = min(len(self.truth), ask.start)
+        rows = self.truth[:known] + [(token, RowKind.DECODE) for token in ask.tokens[known:]]
+        for i in range(min(count, ask.count)):
+            rows.append((next_token(rows) + (i >= right), RowKind.DECODE))
+        self.handle(Drafted(ask.attempt, ask.start, tuple(token for token, _ in rows[ask.start :]), 0.05))
 
     def handle(self, event: Event) -> None:
         self.carry_out(self.session.handle(event, self.now))
@@ -170,13 +235,16 @@ class SessionMachine(RuleBasedStateMachine):
             if isinstance(effect, SendSegment):
                 assert effect.to == self.plan.stages[0].node
                 self.check_segment(effect.segment)
-                self.to_stages.append(effect.segment)
+                self.ring.links[0].append(effect.segment)
+            elif isinstance(effect, AskDraft):
+                self.check_ask(effect)
+                self.ask = effect
             elif isinstance(effect, Finish):
                 self.check_finish(effect.reason)
             elif isinstance(effect, Fail):
                 assert self.session.state is State.DONE
                 assert any(isinstance(other, CloseEverywhere) for other in effects)
-                self.turn = None
+                self.turn = self.ask = None
 
     def check_emitted(self, tokens: tuple[int, ...]) -> None:
         for token in tokens:
@@ -187,13 +255,28 @@ class SessionMachine(RuleBasedStateMachine):
     def check_segment(self, segment: Segment) -> None:
         assert self.turn is not None
         start, end = segment.start, segment.start + len(segment.tokens)
-        assert [(token, segment.kind) for token in segment.tokens] == self.truth[start:end], "ids and kinds of the log"
+        rows = [(token, segment.kind) for token in segment.tokens]
+        assert rows[: max(0, len(self.truth) - start)] == self.truth[start:end], "ids and kinds of the log"
+        assert end <= len(self.truth) or segment.wanted == len(rows), "every drafted row is verified"
         assert (segment.epoch, segment.attempt) == (self.plan.epoch, self.session.attempt)
-        assert start == self.next_start.get(segment.attempt, start), "a gap between two segments"
-        assert segment.attempt in self.next_start or start in (0, self.session.reused)
-        self.next_start[segment.attempt] = end
-        limit = LIMITS.chunk_rows if segment.kind is RowKind.PREFILL else LIMITS.sibling_rows
-        assert (1 if segment.kind is RowKind.DECODE else 2) <= len(segment.tokens) <= limit
+        number, follows = self.sent.get(segment.attempt, (-1, start))
+        assert (segment.number, start) == (number + 1, follows), "a gap between two segments"
+        assert number >= 0 or start <= len(self.truth)
+        self.sent[segment.attempt] = (segment.number, end)
+        if segment.kind is RowKind.PREFILL:
+            assert 2 <= len(rows) <= LIMITS.chunk_rows
+        else:
+            assert 1 <= len(rows) <= max(LIMITS.sibling_rows, self.speculation.max_k + 1)
+        assert end < self.limit, "the last token's row is never run"
+
+    def check_ask(self, ask: AskDraft) -> None:
+        assert self.turn is not None
+        assert self.turn.draft_model
+        assert self.speculation.model
+        assert ask.attempt == self.session.attempt
+        assert ask.start == len(ask.tokens)
+        assert ask.tokens[: len(self.truth)] == tuple(token for token, _ in self.truth[: ask.start])
+        assert 1 <= ask.count <= self.speculation.max_k
 
     def check_finish(self, reason: FinishReason) -> None:
         assert self.turn is not None
@@ -201,34 +284,43 @@ class SessionMachine(RuleBasedStateMachine):
             assert next_token(self.truth) in self.turn.stop_tokens
         else:
             assert reason is FinishReason.LENGTH
-            assert self.drawn == self.turn.max_tokens
-        self.turn = None
+            assert len(self.truth) >= self.limit
+        self.turn = self.ask = None
+
+    @property
+    def limit(self) -> int:
+        assert self.turn is not None
+        assert self.turn.max_tokens is not None
+        prompt_end = len(self.truth) - self.drawn
+        return min(CONTEXT, self.plan.kv_tokens or CONTEXT, prompt_end + self.turn.max_tokens)
 
     @invariant()
     def valid(self) -> None:
         self.session.validate_state()
-        fed = self.session.log.fed
+        fed, certain = self.session.log.fed, self.session.log.certain
         assert self.counters.mismatches == 0
-        if self.session.state in (*RUNNING, State.IDLE) and self.session.plan.stages:
-            assert self.stages.caches.get(self.session.id, [])[:fed] == self.truth[:fed], "fed means held by all"
+        assert self.session.log.ids(0, certain) == tuple(token for token, _ in self.truth[:certain])
+        if self.session.state in (*RUNNING, State.IDLE) and not self.forgotten:
+            for stage in self.ring.stages:
+                assert stage.caches.get(self.session.id, [])[:fed] == self.truth[:fed], "fed means held by all"
+        usage = self.session.speculation
+        assert usage.accepted + usage.rejected <= usage.drafted
 
     def teardown(self) -> None:
         """Left alone with a ring, an answer ends."""
-        if self.turn is None:
+        if not hasattr(self, "session") or self.turn is None:
             return
         if not self.plan.stages:
-            self.change_plan(2)
-        for _ in range(1000):
+            self.change_plan(2, 0)
+        for _ in range(2000):
             if self.turn is None:
                 return
-            if self.to_us:
-                self.handle(self.to_us.pop(0))
-            elif self.to_stages:
-                self.run_segment()
-            else:
+            if not self.advance(right=True):
                 self.wait(1.0)
         raise AssertionError(f"no end: {self.session.state}")
 
 
-SessionMachine.TestCase.settings = settings(max_examples=400, stateful_step_count=60, deadline=None)
+SessionMachine.TestCase.settings = settings(
+    max_examples=300, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 TestSessionMachine = SessionMachine.TestCase

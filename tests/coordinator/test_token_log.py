@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,12 +15,17 @@ TURNS = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20), st.integers(0
 """(positions cut from the end, new prompt tokens, drawn tokens) of each turn"""
 
 
+def draw(log: TokenLog, tokens: Iterable[int]) -> None:
+    for token in tokens:
+        log.confirm(token)
+
+
 def build(turns: Turns) -> TokenLog:
     log = TokenLog()
     for cut, prompt, drawn in turns:
         log.truncate(max(0, len(log) - cut))
         log.append_prompt(range(len(log), len(log) + prompt))
-        log.append_drawn(range(len(log), len(log) + drawn))
+        draw(log, range(len(log), len(log) + drawn))
         log.mark_fed(len(log))
     return log
 
@@ -27,7 +34,7 @@ def test_a_prompt_is_prefilled_and_a_lone_token_is_decoded() -> None:
     log = TokenLog()
     log.append_prompt([1])
     log.append_prompt([2, 3])
-    log.append_drawn([4])
+    draw(log, [4])
     assert log.kinds(0, 4) == (DECODE, PREFILL, PREFILL, DECODE)
     assert log.fed == 0
 
@@ -36,7 +43,7 @@ def test_prompts_that_touch_go_in_together() -> None:
     log = TokenLog()
     log.append_prompt([1, 2, 3])
     log.append_prompt([4, 5])
-    log.append_drawn([6, 7])
+    draw(log, [6, 7])
     assert list(log.pieces(256, 16)) == [Piece(0, 5, PREFILL), Piece(5, 7, DECODE)]
     log.mark_fed(6)
     assert list(log.pieces(256, 16)) == [Piece(6, 7, DECODE)]

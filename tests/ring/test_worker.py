@@ -176,6 +176,23 @@ async def test_what_waits_runs_in_one_forward() -> None:
         assert worker.stats().waiting == 0
 
 
+async def test_a_lost_segment_is_not_replaced_by_rows_of_an_older_attempt() -> None:
+    box, engine = PostBox(), HeldEngine()
+    async with serving(engine, box, plan=ALONE) as worker:
+        await worker.deliver(segment(1, 0, 6))
+        await box.wait(1)
+        second = replace(segment(1, 2, 1, attempt=1), number=1)
+        await worker.deliver(second)
+        assert "gap in the attempt" in (await refusal(box, 2)).reason
+        await worker.deliver(replace(segment(1, 1, 1, attempt=1), number=0))
+        await worker.deliver(second)
+        await box.wait(4)
+        assert all(isinstance(message, Drawn) for _, message in box.sent[2:])
+        await worker.deliver(replace(segment(1, 3, 1, attempt=1), number=3))
+        assert "gap in the attempt" in (await refusal(box, 5)).reason
+    assert len(engine.batches) == 3
+
+
 # --- refusals -------------------------------------------------------------------------------------------------------
 
 
