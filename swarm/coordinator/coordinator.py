@@ -12,11 +12,12 @@ import anyio
 from anyio.abc import TaskGroup, TaskStatus
 
 from swarm.coordinator.adoption import Adoptions
+from swarm.coordinator.drafter import Drafter
 from swarm.coordinator.events import Begin
 from swarm.coordinator.idle import IdleLimits, IdlePool
 from swarm.coordinator.language import LanguageModel
 from swarm.coordinator.meter import TokenMeter
-from swarm.coordinator.requests import Delta, GenerateRequest
+from swarm.coordinator.requests import NO_SPECULATION, Delta, GenerateRequest, SpeculationUsage
 from swarm.coordinator.session import (
     Counters,
     Session,
@@ -63,6 +64,8 @@ class CoordinatorStats:
     mismatches: int
     """Replayed tokens that the ring drew differently: exactness is broken somewhere."""
     stale: int
+    speculation: SpeculationUsage = NO_SPECULATION
+    """Of all answers so far, those being written too."""
 
 
 class Coordinator:
@@ -78,6 +81,7 @@ class Coordinator:
         self._limits = limits or CoordinatorLimits()
         self._clock = clock
         self._model: LanguageModel | None = None
+        self._drafter: Drafter | None = None
         self._turns: dict[SessionId, Turn] = {}
         self._idle = IdlePool(self._limits.idle)
         self._counters = Counters()
@@ -132,6 +136,10 @@ class Coordinator:
         """The tokenizer of the swarm's model has been loaded, or there is none any more."""
         self._model = model
         self._notify()
+
+    def set_drafter(self, drafter: Drafter | None) -> None:
+        """The draft model of the swarm's model is there, or not any more; counts from the next answer on."""
+        self._drafter = drafter
 
     def stats(self) -> CoordinatorStats:
         return CoordinatorStats(

@@ -28,6 +28,19 @@ class Begin:
     stop_tokens: frozenset[int] = frozenset()
     held: int = 0
     """Positions of a new session's prompt that the stages hold already, computed for other sessions."""
+    draft_model: bool = False
+    """`AskDraft` will be answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """The answer to `AskDraft`; it may hold fewer tokens than asked, none where the draft model cannot go on."""
+
+    attempt: int
+    start: int
+    tokens: tuple[int, ...]
+    seconds: float
+    """From the question to the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +68,7 @@ class Tick:
     """The session's deadline may have passed."""
 
 
-Event: TypeAlias = Begin | Drawn | Refused | PlanChanged | LinkLost | End | Tick
+Event: TypeAlias = Begin | Drawn | Drafted | Refused | PlanChanged | LinkLost | End | Tick
 
 
 # --- effects --------------------------------------------------------------------------------------------------------
@@ -65,6 +78,19 @@ Event: TypeAlias = Begin | Drawn | Refused | PlanChanged | LinkLost | End | Tick
 class SendSegment:
     to: NodeId
     segment: Segment
+
+
+@dataclass(frozen=True, slots=True)
+class AskDraft:
+    """Draft `count` tokens that follow `tokens`; at most one is asked at a time, a newer one replaces an older one."""
+
+    attempt: int
+    start: int
+    """Position of the first token to draft: the length of `tokens`."""
+    tokens: tuple[int, ...]
+    """The whole sequence: what is certain, and what is drafted already."""
+    count: int
+    sampling: SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,4 +117,4 @@ class CloseEverywhere:
     nodes: tuple[NodeId, ...]
 
 
-Effect: TypeAlias = SendSegment | Emit | Finish | Fail | CloseEverywhere
+Effect: TypeAlias = SendSegment | AskDraft | Emit | Finish | Fail | CloseEverywhere

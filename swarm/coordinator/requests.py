@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Protocol
 
@@ -38,6 +38,57 @@ class FinishReason(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class SpeculationUsage:
+    """What drafting did. All fields are sums, so that those of many answers add up."""
+
+    windows: int = 0
+    """Segments with drafted rows."""
+    ngram_drafted: int = 0
+    ngram_accepted: int = 0
+    model_drafted: int = 0
+    model_accepted: int = 0
+    rejected: int = 0
+    """Drafted tokens that the model drew differently. The rest of what was drafted came after one of these."""
+    wasted_rows: int = 0
+    """Rows sent for nothing; stages drop some of them unrun."""
+    in_flight: int = 0
+    """Windows on their way when one was sent, itself counted; see `depth`."""
+    seconds: float = 0.0
+    """From the first token to the last."""
+    plain_seconds: float = 0.0
+    """What plain decoding would have taken, by the measured time of one row; 0 where none was measured."""
+
+    @property
+    def drafted(self) -> int:
+        return self.ngram_drafted + self.model_drafted
+
+    @property
+    def accepted(self) -> int:
+        return self.ngram_accepted + self.model_accepted
+
+    @property
+    def k(self) -> float:
+        """Mean drafted rows of a window."""
+        return self.drafted / self.windows if self.windows else 0.0
+
+    @property
+    def depth(self) -> float:
+        """Mean windows in flight."""
+        return self.in_flight / self.windows if self.windows else 0.0
+
+    @property
+    def gain(self) -> float:
+        """Speed against plain decoding as the measured times predict it; 1 where nothing was measured."""
+        return self.plain_seconds / self.seconds if self.seconds and self.plain_seconds else 1.0
+
+    def __add__(self, other: SpeculationUsage) -> SpeculationUsage:
+        return SpeculationUsage(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+
+NO_SPECULATION = SpeculationUsage()
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
     prompt_tokens: int
     completion_tokens: int
@@ -46,7 +97,8 @@ class Usage:
     first_token_ms: float
     """Time to first token (TTFT)."""
     token_ms: float
-    """Median time per output token after the first (TPOT); 0 for fewer than two."""
+    """Mean time per output token after the first (TPOT); 0 for fewer than two. Accepted drafts come several at once."""
+    speculation: SpeculationUsage = NO_SPECULATION
 
 
 @dataclass(frozen=True, slots=True)
