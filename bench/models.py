@@ -20,7 +20,15 @@ from openvino import opset13 as ops
 from swarm.model.convert import convert
 from swarm.model.scratch import owned_name
 from swarm.protocol.tensors import Array
-from tests.real_models import cache_directory, qwen_gguf, qwen_ir, smollm2_gguf, smollm2_ir
+from tests.real_models import (
+    cache_directory,
+    draft_gguf,
+    draft_ir,
+    qwen_gguf,
+    qwen_ir,
+    smollm2_gguf,
+    smollm2_ir,
+)
 
 GROUP = 128
 _ROWS = 16_384  # of a weight in memory as f32 at once
@@ -37,13 +45,18 @@ def qwen() -> Path:
     return qwen_ir(cache_directory())
 
 
+def draft() -> Path:
+    """Qwen2.5-Coder-0.5B-Instruct, Q4_K_M with most weights in Q5_0 (INT8 in the IR): IR directory."""
+    return draft_ir(cache_directory())
+
+
 def gguf_file(model: str) -> Path:
-    """What ``smollm2`` or ``qwen`` was made from."""
-    return {"smollm2": smollm2_gguf, "qwen": qwen_gguf}[model](cache_directory())
+    """What ``smollm2``, ``qwen`` or ``draft`` was made from."""
+    return {"smollm2": smollm2_gguf, "qwen": qwen_gguf, "draft": draft_gguf}[model](cache_directory())
 
 
 def as_written(model: str) -> Path:
-    """``smollm2`` or ``qwen`` with the weights just as openvino_genai takes them from the GGUF: IR directory."""
+    """The weights just as openvino_genai takes them from the GGUF: IR directory."""
     target = cache_directory() / "as-written" / model
     if not target.is_dir():
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
@@ -53,12 +66,21 @@ def as_written(model: str) -> Path:
 
 def qwen_int4() -> Path:
     """The same, INT4 symmetric: IR directory. Made once, in about a minute."""
-    target = cache_directory() / "qwen-int4-sym"
+    return _int4_ir("qwen", "qwen-int4-sym")
+
+
+def draft_int4() -> Path:
+    """The draft, INT4 symmetric: IR directory. Made once, in about half a minute."""
+    return _int4_ir("draft", "draft-int4-sym")
+
+
+def _int4_ir(model: str, name: str) -> Path:
+    target = cache_directory() / name
     if target.is_dir():
         return target
     scratch = cache_directory() / "tmp" / owned_name()
     try:
-        requantize(as_written("qwen"), scratch)
+        requantize(as_written(model), scratch)
         target.parent.mkdir(parents=True, exist_ok=True)
         scratch.replace(target)
     finally:
@@ -158,4 +180,4 @@ def _integers(constant: ov.Node) -> Array:
 
 
 if __name__ == "__main__":
-    print(qwen_int4())
+    print(qwen_int4(), draft_int4())

@@ -10,10 +10,11 @@ import pytest
 from swarm.cli import args
 from swarm.cli.args import parse
 from swarm.cli.doctor import firewall
+from swarm.coordinator import draft_model
 from swarm.model import drafts, gguf, routes
 from swarm.protocol.config import DEFAULT_API_PORT, DEFAULT_PORT, DEFAULT_SWARM
 from swarm.protocol.limits import DRAIN_TIMEOUT_S
-from swarm.ring import exclusion, forming, machine, plan
+from swarm.ring import draft_supply, exclusion, forming, machine, plan
 from tests.pages import PAGES, ROOT, Block, blocks, node_words
 
 OPERATIONS = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
@@ -99,6 +100,7 @@ def test_every_flag_of_ask_is_named() -> None:
 def test_every_variable_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A variable of the table changes the settings, and so does no other name of the pages."""
     values = {"PORT": "7000", "API_PORT": "7001", "MEMORY": "8GB", "DISK": "50GB", "OPEN": "1", "HEADLESS": "1"}
+    values["SPECULATION"] = "off"
     for name in re.findall(r"`SWARM_(\w+)` \|", OPERATIONS):
         assert parse([], {f"SWARM_{name}": values.get(name, "something")}).settings != parse([], {}).settings
     for variable in set(re.findall(r"SWARM_\w+", "".join(page.read_text("utf-8") for page in PAGES))):
@@ -123,6 +125,12 @@ def test_figures_of_the_page_are_the_codes() -> None:
     assert f"at most {machine.MAX_SHARE:.0%} of all" in page
     assert plan.KV_PROMISES == ((4, 4096), (2, 4096), (1, 4096), (1, 2048))
     assert "4 of 4,096 tokens, else 2, else 1, else 1 of 2,048" in page
+    assert f"Once the ring has served for {draft_supply.CALM_S:.0f} seconds" in page
+    assert f"tried again after {draft_supply.RETRY_S / 60:.0f} minutes" in page
+    assert draft_model.ASK_S == 1.0
+    assert "A draft that takes over a second" in page
+    assert plan.PROMISE_COST == 1.25
+    assert "nor more than a quarter of the speed" in page
     assert plan.PROMISE_COST == 1.25
     assert "by over a quarter" in page
     assert f"at most {DRAIN_TIMEOUT_S:.0f} seconds" in page

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from swarm.api.errors import RequestError
-from swarm.coordinator.requests import ChatMessage, Delta, FinishReason, GenerateRequest, Usage
+from swarm.coordinator.requests import ChatMessage, Delta, FinishReason, GenerateRequest, SpeculationUsage, Usage
 from swarm.protocol import limits
 from swarm.protocol.errors import SessionError, UsageError
 from swarm.protocol.sampling import SamplingParams
@@ -346,6 +346,27 @@ def usage(of: Usage | None) -> dict[str, Any] | None:
         "completion_tokens": of.completion_tokens,
         "total_tokens": of.prompt_tokens + of.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": of.reused_tokens},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": of.speculation.accepted,
+            "rejected_prediction_tokens": of.speculation.rejected,
+        },
+        "speculation": speculation(of.speculation),
+    }
+
+
+def speculation(of: SpeculationUsage) -> dict[str, Any]:
+    """Ours, beside OpenAI's two numbers: what was drafted by what, how it went, and what it gained."""
+    return {
+        "windows": of.windows,
+        "drafted": of.drafted,
+        "accepted": of.accepted,
+        "rejected": of.rejected,
+        "wasted_rows": of.wasted_rows,
+        "k": round(of.k, 2),
+        "depth": round(of.depth, 2),
+        "gain": round(of.gain, 3),
+        "ngram": {"drafted": of.ngram_drafted, "accepted": of.ngram_accepted},
+        "model": {"drafted": of.model_drafted, "accepted": of.model_accepted},
     }
 
 

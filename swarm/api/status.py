@@ -8,7 +8,7 @@ from typing import Any
 from swarm.protocol.ids import NodeId
 from swarm.protocol.messages import MemberState, Phase
 from swarm.protocol.plan import Plan
-from swarm.protocol.snapshot import MemberView, Snapshot
+from swarm.protocol.snapshot import MemberView, Snapshot, SpeculationView
 from swarm.protocol.version import SOFTWARE_VERSION
 
 _RETRY_S = (1, 60)
@@ -40,6 +40,7 @@ def status(snapshot: Snapshot) -> dict[str, Any]:
         "progress": progress(snapshot),
         "fetched": [{"node": node, "name": _name(snapshot, node), "bytes": count} for node, count in snapshot.fetched],
         "tokens_per_second": snapshot.tokens_per_second,
+        "speculation": _speculation(snapshot.speculation),
         "notices": list(snapshot.notices),
         "uptime_s": round(snapshot.uptime_s, 3),
         "version": SOFTWARE_VERSION,
@@ -85,6 +86,25 @@ def _stages(plan: Plan) -> list[dict[str, Any]]:
         }
         for stage in plan.stages
     ]
+
+
+def _speculation(view: SpeculationView) -> dict[str, Any]:
+    """Of all answers of this node since it started."""
+    return {
+        "enabled": view.enabled,
+        "draft": view.draft,
+        "no_draft": view.no_draft,
+        "windows": view.windows,
+        "drafted": view.drafted,
+        "accepted": view.accepted,
+        "rejected": view.rejected,
+        "wasted_rows": view.wasted_rows,
+        "k": round(view.k, 2),
+        "depth": round(view.depth, 2),
+        "gain": round(view.gain, 3),
+        "ngram": {"drafted": view.ngram_drafted, "accepted": view.ngram_accepted},
+        "model": {"drafted": view.model_drafted, "accepted": view.model_accepted},
+    }
 
 
 def _busy(snapshot: Snapshot) -> list[MemberView]:

@@ -13,11 +13,13 @@ import platformdirs
 from swarm.protocol.config import (
     DEFAULT_API_PORT,
     DEFAULT_PORT,
+    DRAFT_AUTO,
     Settings,
     parse_name,
     parse_peer,
     parse_port,
     parse_size,
+    parse_switch,
 )
 from swarm.protocol.errors import UsageError
 from swarm.protocol.sampling import SamplingParams
@@ -100,6 +102,10 @@ def _parser() -> argparse.ArgumentParser:
     node.add_argument(
         "--model", metavar="M", help="a directory, a .gguf file, or org/name on Hugging Face (default: built in)"
     )
+    node.add_argument(
+        "--draft", metavar="M", help="a small model to draft with, as for --model; auto: the one known; none"
+    )
+    node.add_argument("--speculation", metavar="S", help="on: draft, and verify several tokens at once (default); off")
     node.add_argument("--name", metavar="N", help="how others see this PC (default: its host name)")
     node.add_argument("--memory", metavar="SIZE", help="what the swarm may use here, such as 8GB (default: measured)")
     node.add_argument("--port", metavar="P", help=f"for links between nodes (default: {DEFAULT_PORT} or the next free)")
@@ -153,10 +159,11 @@ def _settings(given: Mapping[str, object], environ: Mapping[str, str]) -> Settin
         peers=tuple(parse_peer(peer) for peer in many("peer")),
         interfaces=tuple(many("interface")),
         device=text("device"),
+        draft=text("draft") or DRAFT_AUTO,
         headless=flag("headless"),
     )
     name, memory, disk, swarm = text("name"), text("memory"), text("disk"), text("swarm")
-    port, api_port = text("port"), text("api_port")
+    port, api_port, speculation = text("port"), text("api_port"), text("speculation")
     settings = replace(
         settings,
         name=parse_name(name) if name else None,
@@ -165,6 +172,7 @@ def _settings(given: Mapping[str, object], environ: Mapping[str, str]) -> Settin
         swarm=parse_name(swarm) if swarm else settings.swarm,
         port=parse_port(port) if port else None,
         api_port=parse_port(api_port) if api_port else None,
+        speculation=parse_switch("--speculation", speculation) if speculation else True,
     )
     if settings.open and settings.code:
         raise UsageError("--open and --code exclude each other", action="An open swarm has no pairing code.")

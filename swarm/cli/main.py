@@ -86,6 +86,11 @@ def status_lines(found: dict[str, Any]) -> str:
     """``status`` for people."""
     lines = [f"{found['node']['name']} in swarm {found['swarm']}: {'ready' if found['ready'] else found['reason']}"]
     lines.append(f"model {found['model'] or '(not known yet)'}, epoch {found['epoch']}, API {found['api']}")
+    drafts = found.get("speculation") or {}
+    if drafts.get("drafted"):
+        source = f"{drafts['draft']} and n-gram" if drafts["draft"] else "n-gram"
+        right, gain = drafts["accepted"] / drafts["drafted"], drafts["gain"]
+        lines.append(f"drafts by {source}: {right:.0%} accepted, {gain:.1f}x plain")
     lines += [f"  layers {s['start']:>3} to {s['end'] - 1:>3}  {s['name']} ({s['device']})" for s in found["stages"]]
     staged = {stage["node"] for stage in found["stages"]}
     lines += [f"  {m['state']:<18} {m['name']}" for m in found["members"] if m["id"] not in staged]

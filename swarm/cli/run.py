@@ -18,13 +18,16 @@ import anyio.to_thread
 from swarm.api.server import ApiServer
 from swarm.cli import founding, running
 from swarm.coordinator.coordinator import Coordinator
+from swarm.coordinator.draft_host import DraftHost, paged_draft
+from swarm.coordinator.drafter import Drafter
 from swarm.coordinator.language import LanguageModel
 from swarm.engine.devices import choose_device
+from swarm.model.sources import resolve
 from swarm.model.store import Store
-from swarm.protocol.config import DEFAULT_API_PORT, DEFAULT_PORT, Settings
+from swarm.protocol.config import DEFAULT_API_PORT, DEFAULT_PORT, DRAFT_AUTO, DRAFT_NONE, Settings
 from swarm.protocol.errors import UsageError
 from swarm.protocol.messages import Phase
-from swarm.protocol.snapshot import Snapshot
+from swarm.protocol.snapshot import Snapshot, SpeculationView
 from swarm.ring.board import RingView
 from swarm.ring.config import RingConfig
 from swarm.ring.handshake import Credentials
@@ -54,9 +57,19 @@ async def run(settings: Settings) -> None:
 
 def _check(settings: Settings) -> None:
     """Refuse at once what would only fail later; blocking."""
-    check_source(settings.model or "", Store(settings.home / "store"))
+    store = Store(settings.home / "store")
+    check_source(settings.model or "", store)
+    if settings.draft not in (DRAFT_AUTO, DRAFT_NONE):
+        check_source(settings.draft, store)
     choose_device(settings.device)
     choose(gather(), settings.interfaces)
+
+
+def _draft_source(settings: Settings) -> str:
+    """What the ring is told: a path in full, so that the same file has one name."""
+    if not settings.speculation or settings.draft == DRAFT_NONE:
+        return DRAFT_NONE
+    return settings.draft if settings.draft == DRAFT_AUTO else resolve(settings.draft).spec
 
 
 def _name(settings: Settings) -> str:
@@ -123,13 +136,16 @@ class _Node:
         store = Store(settings.home / "store", settings.disk_bytes)
         await anyio.to_thread.run_sync(store.open)
         config = await anyio.to_thread.run_sync(self._configure)
-        self._ring = RingNode(config, store, self._model_known)
+        drafts = DraftHost(paged_draft(store, config.device), self._install_drafter, self._notice)
+        self._ring = RingNode(config, store, self._model_known, drafts.offer)
         self._coordinator = Coordinator(self._ring)
+        self._drafts = drafts
         api = ApiServer(self.snapshot, self._coordinator)
         async with anyio.create_task_group() as group:
             with self._signals(group.cancel_scope):
                 await group.start(self._ring.run, self._meter)
                 await group.start(self._coordinator.run)
+                group.start_soon(drafts.run)
                 port = await api.start(API_HOST, settings.api_port or DEFAULT_API_PORT, settings.api_port is not None)
                 self._api = f"http://{API_HOST}:{port}"
                 running.announce(settings.home, self._api)
@@ -169,6 +185,7 @@ class _Node:
             peers=settings.peers,
             interfaces=settings.interfaces,
             code_given=settings.code is not None,
+            draft=_draft_source(settings),
         )
 
     async def _show(self) -> None:
@@ -209,6 +226,12 @@ class _Node:
     def _model_known(self, model: Model) -> None:
         self._coordinator.set_model(LanguageModel(model.id, model.tokenizer, model.manifest.context_tokens))
 
+    def _install_drafter(self, drafter: Drafter | None) -> None:
+        self._coordinator.set_drafter(drafter)
+
+    def _notice(self, text: str) -> None:
+        self._ring.notice(text)
+
     def _meter(self) -> tuple[float, int]:
         stats = self._coordinator.stats()
         return stats.tokens_per_second, stats.running
@@ -217,6 +240,24 @@ class _Node:
         while True:
             self._rates.append(self._coordinator.stats().tokens_per_second)
             await anyio.sleep(1.0)
+
+    def _speculation(self, ring: RingView) -> SpeculationView:
+        done = self._coordinator.stats().speculation
+        return SpeculationView(
+            enabled=self._settings.speculation,
+            draft=self._drafts.name,
+            no_draft=ring.no_draft,
+            windows=done.windows,
+            ngram_drafted=done.ngram_drafted,
+            ngram_accepted=done.ngram_accepted,
+            model_drafted=done.model_drafted,
+            model_accepted=done.model_accepted,
+            rejected=done.rejected,
+            wasted_rows=done.wasted_rows,
+            k=done.k,
+            depth=done.depth,
+            gain=done.gain,
+        )
 
     def snapshot(self) -> Snapshot:
         """What every screen and ``/status`` show."""
@@ -241,6 +282,7 @@ class _Node:
             tokens_per_second=self._coordinator.stats().tokens_per_second,
             history=tuple(self._rates),
             fetched=tuple(ring.fetched.items()),
+            speculation=self._speculation(ring),
         )
 
 

@@ -19,6 +19,7 @@ from swarm.coordinator.events import (
     Effect,
     Emit,
     End,
+    Fail,
     Finish,
     LinkLost,
     PlanChanged,
@@ -172,7 +173,7 @@ class Turn:
             elif isinstance(effect, Finish):
                 await self._finish(effect.reason)
                 return True
-            else:
+            elif isinstance(effect, Fail):
                 self.error = effect.error
                 return True
         return False

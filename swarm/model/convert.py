@@ -21,6 +21,7 @@ from pathlib import Path
 from swarm.model import gguf
 from swarm.model.files import IR_FILES
 from swarm.model.requantize import requantize
+from swarm.model.widen import has_narrow, widen
 from swarm.protocol.errors import SwarmError, UsageError
 from swarm.protocol.limits import MAX_CONTEXT_TOKENS
 
@@ -48,7 +49,7 @@ def convert(source: Path, target: Path, as_written: bool = False) -> None:
     ) as scratch:
         made = Path(scratch) / "ir"
         made.mkdir()
-        _write_ir(source, made)
+        _write_ir(source, header, made)
         missing = [name for name in IR_FILES if not (made / name).is_file()]
         if missing:
             raise _failed(source, f"no {', '.join(missing)} was written")
@@ -64,15 +65,18 @@ def convert(source: Path, target: Path, as_written: bool = False) -> None:
                 raise
 
 
-def _write_ir(source: Path, directory: Path) -> None:
-    """Lets openvino_genai write its files into `directory`: it puts them beside the GGUF, so that is linked there."""
+def _write_ir(source: Path, header: gguf.Header, directory: Path) -> None:
+    """Lets openvino_genai write its files into `directory`: it puts them beside the GGUF, so that is linked there.
+
+    A file with a type that it does not read is written there with one that it does.
+    """
     import openvino_genai
 
     link = directory / "model.gguf"
-    try:
-        os.link(source, link)
-    except OSError:  # another file system, or one without links
-        shutil.copyfile(source, link)
+    if has_narrow(header):
+        widen(source, header, link)
+    else:
+        _link(source, link)
     try:
         openvino_genai.LLMPipeline(str(link), "CPU", enable_save_ov_model=True)
     except Exception as error:  # openvino raises RuntimeError and others
@@ -82,6 +86,13 @@ def _write_ir(source: Path, directory: Path) -> None:
         gc.collect()  # Windows cannot rename files that are still mapped
         with contextlib.suppress(OSError):
             link.unlink()
+
+
+def _link(source: Path, link: Path) -> None:
+    try:
+        os.link(source, link)
+    except OSError:  # another file system, or one without links
+        shutil.copyfile(source, link)
 
 
 def _rewrite_weights(made: Path, scratch: Path) -> int:

@@ -34,27 +34,29 @@ class DraftPair:
     target: str
     """A regular expression that a target's name matches, whatever stands before and after it."""
     draft: str
-    """On the Hugging Face hub."""
+    """As ``--model`` takes it."""
 
     def fits(self, name: str) -> bool:
-        """Whether `name` is a target of this family, and not the draft itself."""
-        plain = _plain(name)
-        is_draft = _plain(self.draft.partition("/")[2]) in plain
-        return not is_draft and re.search(self.target, plain) is not None
+        """Whether `name` is a target of this family; the draft itself is none."""
+        return re.search(self.target, _plain(name)) is not None
 
 
 PAIRS = (
-    DraftPair("Qwen2.5-Coder", r"qwen2\.5-coder-(1\.5|3|7|14|32)b", "Qwen/Qwen2.5-Coder-0.5B-Instruct"),
-    DraftPair("Qwen2.5", r"qwen2\.5-(1\.5|3|7|14|32|72)b", "Qwen/Qwen2.5-0.5B-Instruct"),
-    DraftPair("Qwen3", r"qwen3-(1\.7|4|8|14|32)b", "Qwen/Qwen3-0.6B"),
+    DraftPair("Qwen2.5-Coder", r"qwen2\.5-coder-(1\.5|3|7|14|32)b", "OpenVINO/Qwen2.5-Coder-0.5B-Instruct-int4-ov"),
+    DraftPair(
+        "Qwen2.5",
+        r"qwen2\.5-(1\.5|3|7|14|32|72)b",
+        "Qwen/Qwen2.5-0.5B-Instruct-GGUF/qwen2.5-0.5b-instruct-q8_0.gguf",
+    ),
+    DraftPair("Qwen3", r"qwen3-(1\.7|4|8|14|32)b", "OpenVINO/Qwen3-0.6B-int4-ov"),
     DraftPair("Llama 3.1 to 3.3", r"llama-3\.[123]-(3|8|70)b", "meta-llama/Llama-3.2-1B-Instruct"),
-    DraftPair("Llama 2", r"llama-2-(7|13|70)b", "TinyLlama/TinyLlama-1.1B-Chat-v1.0"),
-    DraftPair("SmolLM2", r"smollm2-(360m|1\.7b)", "HuggingFaceTB/SmolLM2-135M-Instruct"),
+    DraftPair("Llama 2", r"llama-2-(7|13|70)b", "OpenVINO/TinyLlama-1.1B-Chat-v1.0-int4-ov"),
+    DraftPair("SmolLM2", r"smollm2-(360m|1\.7b)", "default"),
     DraftPair("Gemma 2", r"gemma-2-(9|27)b", "google/gemma-2-2b-it"),
     DraftPair("Gemma 3", r"gemma-3-(4|12|27)b", "google/gemma-3-1b-it"),
 )
-"""By the same people with the same vocabulary, but for TinyLlama, which took Llama 2's. The first that fits counts;
-`same_tokenizer` has the last word."""
+"""By the same people with the same vocabulary, but for TinyLlama, which took Llama 2's; ready IRs or GGUF files where
+there are any, so that no PC has to export one. The first that fits counts; `same_tokenizer` has the last word."""
 
 PROBES = (
     "The quick brown fox jumps over the lazy dog, isn't it? They've said: 3.14159 * 2 = 6.28318!",

@@ -79,8 +79,8 @@ TENSOR_TYPES: dict[int, tuple[str, int, int]] = {
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 """What the converter builds a graph for."""
 
-MATRIX_TYPES = ("F16", "Q4_0", "Q4_1", "Q4_K", "Q6_K", "Q8_0")
-"""What it reads for matrices; norms and biases may be F32 too."""
+MATRIX_TYPES = ("F16", "Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q6_K", "Q8_0")
+"""What it reads for matrices, Q5_0 after `widen`; norms and biases may be F32 too."""
 
 _KNOWN_TENSOR = re.compile(
     r"token_embd\.weight|output_norm\.weight|output\.(weight|bias)"
@@ -111,6 +111,8 @@ class Header:
     metadata: dict[str, Value]
     """Scalars and strings; arrays are skipped."""
     tensors: tuple[Tensor, ...]
+    tensors_start: int
+    """Of the tensors' descriptions, from the start of the file."""
     data_start: int
     """Of the data section, from the start of the file."""
 
@@ -151,13 +153,14 @@ def parse_header(file: BinaryIO) -> Header:
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or not 8 <= alignment <= 65_536 or alignment % 8:
         raise _broken("bad alignment", "a multiple of 8 up to 65536", repr(alignment))
+    tensors_start = reader.position
     tensors = tuple(_read_tensor(reader, alignment) for _ in range(tensor_count))
     _refuse_twins([tensor.name for tensor in tensors], "tensor")
     data_start = -(-reader.position // alignment) * alignment
     needed = data_start + max((tensor.offset + tensor.bytes for tensor in tensors), default=0)
     if reader.size < needed:
         raise _broken("the file is cut short", f"at least {needed} bytes", f"{reader.size} bytes")
-    return Header(version, metadata, tensors, data_start)
+    return Header(version, metadata, tensors, tensors_start, data_start)
 
 
 def check_convertible(header: Header, label: str) -> None:

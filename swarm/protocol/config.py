@@ -17,6 +17,12 @@ DEFAULT_API_PORT = 7480
 
 DEFAULT_SWARM = "swarm"
 
+DRAFT_AUTO = "auto"
+"""Draft with the small model that is known to go with the swarm's."""
+
+DRAFT_NONE = "none"
+"""Draft without a model: from the text itself."""
+
 _SIZE = re.compile(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
 _NAME = re.compile(r"[\w .()+-]+")
 
@@ -40,6 +46,9 @@ class Settings:
     headless: bool = False
     disk_bytes: int | None = None
     """What the models may take on the disk."""
+    draft: str = DRAFT_AUTO
+    """`DRAFT_AUTO`, `DRAFT_NONE`, or what `model` may be."""
+    speculation: bool = True
 
 
 def parse_size(text: str) -> int:
@@ -71,6 +80,16 @@ def parse_peer(text: str) -> tuple[str, int]:
     if not host or any(c.isspace() for c in host):
         raise UsageError("cannot read a peer", expected="HOST:PORT", found=repr(text))
     return host, parse_port(port) if separator else DEFAULT_PORT
+
+
+def parse_switch(flag: str, text: str) -> bool:
+    """``on`` or ``off``, and what else people write for them."""
+    word = text.strip().lower()
+    if word in ("on", "1", "true", "yes"):
+        return True
+    if word in ("off", "0", "false", "no"):
+        return False
+    raise UsageError(f"cannot read {flag}", expected="on or off", found=repr(text)[:80])
 
 
 def parse_name(text: str) -> str:

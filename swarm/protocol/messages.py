@@ -89,6 +89,22 @@ class MemberState(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class DraftOffer:
+    """The draft model that a node drafts with, or would."""
+
+    source: str
+    """What names it, as `--model` takes it; the same text is the same draft."""
+    named: bool = False
+    """With `--draft` on this node; otherwise it goes by what others named, or by the table of pairs."""
+    manifest: BlobId | None = None
+    """What this node can hand out; None where it does not have the whole draft."""
+    manifest_bytes: int = 0
+    """Size of the blob `manifest`; 0 where there is none."""
+    memory_bytes: int = 0
+    """What it takes on a node, KV cache counted; 0 where that is not known yet."""
+
+
+@dataclass(frozen=True, slots=True)
 class Member:
     """What a node says of itself. Only the node itself raises `version`; the highest (incarnation, version) wins."""
 
@@ -117,6 +133,8 @@ class Member:
     """Median round trip from this node to the others; 0 until measured. High where the node is behind a slow link."""
     manifest_bytes: int = 0
     """Size of the blob `model`; 0 where there is none."""
+    draft: DraftOffer | None = None
+    """None where the node drafts without a model."""
 
 
 @dataclass(frozen=True, slots=True)

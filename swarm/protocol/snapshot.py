@@ -40,6 +40,38 @@ class MemberView:
 
 
 @dataclass(frozen=True, slots=True)
+class SpeculationView:
+    """How this node's answers are speculated; figures are of all of them since it started."""
+
+    enabled: bool = True
+    draft: str = ""
+    """The model that drafts; empty: none does."""
+    no_draft: str = ""
+    """Why none does; empty where one does, or is on its way."""
+    windows: int = 0
+    ngram_drafted: int = 0
+    ngram_accepted: int = 0
+    model_drafted: int = 0
+    model_accepted: int = 0
+    rejected: int = 0
+    wasted_rows: int = 0
+    k: float = 0.0
+    """Mean drafted rows of a window."""
+    depth: float = 0.0
+    """Mean windows in flight."""
+    gain: float = 1.0
+    """Speed against plain decoding."""
+
+    @property
+    def drafted(self) -> int:
+        return self.ngram_drafted + self.model_drafted
+
+    @property
+    def accepted(self) -> int:
+        return self.ngram_accepted + self.model_accepted
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     ready: bool
     """A plan with stages is in force and this node can reach its first stage."""
@@ -70,6 +102,7 @@ class Snapshot:
     """Tokens per second of the last minute, oldest first, one value a second."""
     fetched: tuple[tuple[NodeId, int], ...] = ()
     """Bytes of the model that this node got from each peer since it started."""
+    speculation: SpeculationView = field(default_factory=SpeculationView)
 
     def member(self, node: NodeId) -> MemberView | None:
         return next((member for member in self.members if member.node == node), None)

@@ -82,6 +82,8 @@ class RingView:
     notices: tuple[str, ...]
     fetched: dict[NodeId, int]
     """Bytes of the model that came from each peer."""
+    no_draft: str = ""
+    """Why there is no draft model here."""
 
 
 def other_swarm(swarm: str, name: str, theirs: str, paired: bool) -> str:

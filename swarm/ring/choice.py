@@ -35,6 +35,30 @@ class Choice:
     """What the acquirer has to get; empty: the embedded default."""
 
 
+@dataclass(frozen=True, slots=True)
+class DraftChoice:
+    source: str
+    """What to draft with, as `--model` takes it; empty: no model."""
+    manifest: BlobId | None = None
+    """The draft itself, where a living member has it."""
+    manifest_bytes: int = 0
+    acquirer: NodeId | None = None
+    """Where nobody has it: who gets it from outside, of those that want it."""
+
+
+def choose_draft(members: Iterable[Member], fallback: str) -> DraftChoice:
+    """What the swarm drafts with: what somebody named with ``--draft``, lowest id first; else `fallback`."""
+    living = sorted((m for m in members if m.state in _LIVING), key=lambda member: member.node)
+    offers = [(member, member.draft) for member in living if member.draft is not None]
+    source = next((offer.source for _, offer in offers if offer.named), fallback)
+    wanting = [(member, offer) for member, offer in offers if offer.source == source]
+    for _, offer in wanting:
+        if offer.manifest is not None:
+            return DraftChoice(source, offer.manifest, offer.manifest_bytes)
+    able = [(not offer.named, member.node) for member, offer in wanting if member.state in STANDING]
+    return DraftChoice(source, acquirer=min(able)[1] if able else None)
+
+
 def leader(members: Iterable[Member]) -> NodeId | None:
     """The one that proposes plans: the lowest id that stands."""
     return min((member.node for member in members if member.state in STANDING), default=None)

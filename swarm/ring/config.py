@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from swarm.protocol.config import DRAFT_NONE
 from swarm.protocol.messages import Member, MemberState
 from swarm.ring.handshake import Credentials
 
@@ -21,6 +22,8 @@ class RingConfig:
     speed: float
     wanted: str = ""
     """As given with ``--model``."""
+    draft: str = DRAFT_NONE
+    """As given with ``--draft``; `DRAFT_NONE` too where nothing is speculated."""
     port: int | None = None
     peers: tuple[tuple[str, int], ...] = ()
     interfaces: tuple[str, ...] = ()

@@ -19,6 +19,9 @@ WORKSPACE_FACTOR = 12
 """Activations alive at once in a layer, as multiples of the hidden row: the row and its residual, queries, keys, values
 and attention's output (about 4), gate and up projections (about 3.5 each). Buffers are reused from layer to layer."""
 
+DRAFT_KV_TOKENS = 8192
+"""KV cache of a draft model, in positions: a long conversation, or some short ones."""
+
 EXACT_NODES = 8
 """Up to this many nodes every order is looked at (256 sets of nodes); beyond, orders by memory."""
 
@@ -98,6 +101,12 @@ class Load:
         if work != UNBOUNDED:
             end = min(end, bisect_right(self.work, self.work[start] + work) - 1)
         return max(start, min(end, self.layers - 1))
+
+
+def draft_memory(draft: ModelShape) -> int:
+    """Bytes that a node needs for a draft model beside its stage."""
+    load = Load.of(draft, DRAFT_KV_TOKENS)
+    return load.stage_memory(0, load.layers)
 
 
 def arrange(

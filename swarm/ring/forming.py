@@ -263,7 +263,10 @@ class Forming:
             if late or (old is not None and not basis.differs(old)):
                 return
         epoch = Epoch(self._seen + 1, self._me)
-        plan = make_plan(shape, basis.offers, epoch, previous=current, remark=self._remark(now))
+        draft = max((m.draft.memory_bytes for m in self._members if m.draft is not None), default=0)
+        plan = make_plan(
+            shape, basis.offers, epoch, previous=current, remark=self._remark(now), draft_bytes=max(0, draft)
+        )
         if not plan.stages and self._would_fit(shape, epoch):
             # Not memory is missing but the PCs that are left out for now.
             plan = replace(plan, missing_bytes=0, note=f"no ring for now, {self._remark(now)}")

@@ -23,6 +23,7 @@ from swarm.protocol.messages import (
     Adopted,
     CloseSession,
     Commit,
+    DraftOffer,
     Drawn,
     Member,
     Members,
@@ -46,6 +47,7 @@ from swarm.ring.config import RingConfig, first_record
 from swarm.ring.cutover import Cutover
 from swarm.ring.delivery import deliver
 from swarm.ring.discovery import Announcement, DiscoveredState, Discovery, DiscoveryEvent, Found, Lost, Trouble
+from swarm.ring.draft_supply import DraftSupply
 from swarm.ring.epoch import read_epoch, write_epoch
 from swarm.ring.forming import Forming
 from swarm.ring.identity import keep_incarnation
@@ -75,12 +77,20 @@ Meter: TypeAlias = Callable[[], tuple[float, int]]
 class RingNode:
     """One node. Implements `port.RingPort`, `mesh.MeshListener` and `library.LibraryOwner`; `run` owns every task."""
 
-    def __init__(self, config: RingConfig, store: Store, on_model: Callable[[Model], None]) -> None:
-        """`on_model` is told of the swarm's model once its tokenizer is here."""
+    def __init__(
+        self,
+        config: RingConfig,
+        store: Store,
+        on_model: Callable[[Model], None],
+        on_draft: Callable[[Model | None], None] = lambda _: None,
+    ) -> None:
+        """`on_model` is told of the swarm's model once its tokenizer is here, `on_draft` of a draft model for it once
+        that is whole here; None: not any more."""
         self._config = config
         self._own = config.credentials
         self._store = store
         self._on_model = on_model
+        self.draft_ready = on_draft
         self._mesh = Mesh(self.node, self)
         self._server = LinkServer(self._own, self._mesh.serve)
         self._server.add_routes(BlobServer(store, self.node, self._own.secret).routes())
@@ -133,6 +143,7 @@ class RingNode:
         fetcher = BlobFetcher(self._store, self.node, self._own.secret)
         self._stage = StageHost(self.node, self._store, fetcher, self.send, self._config.memory_bytes, self.report)
         self._library = library = Library(self._store, self._stage, self.report, self)
+        self._drafts = DraftSupply(self._config, self._store, self._stage, library, self.report, self)
         self._discovery = Discovery(self._announcement(), self._scan, self._discovered)
         try:
             async with fetcher, anyio.create_task_group() as group:
@@ -141,7 +152,7 @@ class RingNode:
                     group, self._stage, library.prepare, self._prepared, self._activated, self._broke
                 )
                 tasks = (self._discovery.run, self._mesh.run_heartbeats, self._tick, self._run_effects)
-                for task in tasks:
+                for task in (*tasks, self._drafts.run):
                     group.start_soon(task)
                 group.start_soon(library.recall, self._config.wanted)
                 for host, port in self._config.peers:
@@ -297,6 +308,7 @@ class RingNode:
                 await anyio.to_thread.run_sync(write_epoch, self._config.home, number)
             case ev.StartPrepare(plan):
                 self._cutover.start_prepare(plan)
+                self._drafts.stir()
             case ev.CancelPrepare(epoch):
                 self._cutover.cancel_prepare(epoch)
             case ev.Activate(plan, loaded):
@@ -315,6 +327,7 @@ class RingNode:
             if worker is not None and member.state in (MemberState.DEAD, MemberState.LEFT):
                 worker.close_coordinator(member.node)
         self._tell_forming(ev.MembershipChanged(members))
+        self._drafts.members_changed(members)
 
     async def _dial(self, address: str, node: NodeId | None) -> None:
         if address in self._membership.me.addresses:
@@ -382,6 +395,7 @@ class RingNode:
         self._change(model=model.id, model_name=model.manifest.name, manifest_bytes=model.bytes)
         self._tell_forming(ev.ModelKnown(model.shape))
         self._on_model(model)
+        self._drafts.stir()
 
     def acquiring(self, name: str) -> None:
         self._change(model=None, model_name=name)
@@ -391,6 +405,12 @@ class RingNode:
 
     def notice(self, text: str) -> None:
         self._board.notice(text)
+
+    def settled(self) -> bool:
+        return bool(self.plan.stages) and self._forming.loaded and self._forming.preparing is None
+
+    def offer_draft(self, offer: DraftOffer | None) -> None:
+        self._change(draft=offer)
 
     def manifest_bytes(self, manifest: BlobId) -> int:
         return next((m.manifest_bytes for m in self._membership.members if m.model == manifest), 0)
@@ -408,6 +428,7 @@ class RingNode:
         if plan.model is not None:
             self._group.start_soon(self._library.learn, plan.model)
         self._stir()
+        self._drafts.stir()
         if self._listener is not None:
             self._listener.plan_changed(plan)
 
@@ -446,6 +467,7 @@ class RingNode:
             addresses=self._membership.me.addresses,
             notices=tuple(self._board.notices),
             fetched=dict(self._stage.fetched),
+            no_draft=self._drafts.note,
         )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations
 from math import fsum
 
@@ -91,12 +91,31 @@ class _Candidate:
 
 
 def make_plan(
-    model: ModelShape, offers: Sequence[Offer], epoch: Epoch, *, previous: Plan | None = None, remark: str = ""
+    model: ModelShape,
+    offers: Sequence[Offer],
+    epoch: Epoch,
+    *,
+    previous: Plan | None = None,
+    remark: str = "",
+    draft_bytes: int = 0,
 ) -> Plan:
     """The best plan for `model` on `offers`; without stages and with `missing_bytes` where it does not fit.
 
-    `previous` keeps the order of its nodes; `remark` is put behind the note. The result depends on nothing else.
+    `previous` keeps the order of its nodes; `remark` is put behind the note. Nodes keep `draft_bytes` free for a draft
+    model where that costs neither sessions nor much speed. The result depends on nothing else.
     """
+    plan = _make_plan(model, offers, epoch, previous, remark)
+    if draft_bytes and plan.stages:
+        less = [replace(offer, memory_bytes=max(0, offer.memory_bytes - draft_bytes)) for offer in offers]
+        roomy = _make_plan(model, less, epoch, previous, remark)
+        before, after = (predict(model, offers, found.stages) for found in (plan, roomy))
+        enough = roomy.kv_tokens >= plan.kv_tokens
+        if before and after and enough and after.bottleneck_ms <= before.bottleneck_ms * PROMISE_COST:
+            return roomy
+    return plan
+
+
+def _make_plan(model: ModelShape, offers: Sequence[Offer], epoch: Epoch, previous: Plan | None, remark: str) -> Plan:
     offers = sorted(offers, key=lambda offer: offer.node)[: limits.MAX_STAGES]
     order = _stable_order(offers, previous)
     speeds = quantized_speeds(order)

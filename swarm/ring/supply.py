@@ -42,17 +42,21 @@ class Model:
 
     @property
     def shape(self) -> ModelShape:
-        manifest = self.manifest
-        return ModelShape(
-            manifest=self.id,
-            layer_bytes=tuple(layer.bytes for layer in manifest.layers),
-            embedding_bytes=manifest.embedding.bytes,
-            head_bytes=manifest.head.bytes,
-            head_uses_embedding=manifest.tied,
-            kv_bytes_per_token=manifest.kv_bytes_per_token,
-            hidden_size=manifest.hidden_size,
-            context_tokens=manifest.context_tokens,
-        )
+        return shape_of(self.id, self.manifest)
+
+
+def shape_of(model: BlobId, manifest: Manifest) -> ModelShape:
+    """What planning needs to know of the model of a manifest."""
+    return ModelShape(
+        manifest=model,
+        layer_bytes=tuple(layer.bytes for layer in manifest.layers),
+        embedding_bytes=manifest.embedding.bytes,
+        head_bytes=manifest.head.bytes,
+        head_uses_embedding=manifest.tied,
+        kv_bytes_per_token=manifest.kv_bytes_per_token,
+        hidden_size=manifest.hidden_size,
+        context_tokens=manifest.context_tokens,
+    )
 
 
 def model_source(wanted: str) -> Source:
@@ -128,11 +132,20 @@ def recall(wanted: str, store: Store) -> BlobId | None:
 
     Its weights need not all be here: the peers have them, or its source.
     """
+    return _recall(wanted, store, lambda manifest: (manifest.graph, manifest.tokenizer))
+
+
+def recall_whole(wanted: str, store: Store) -> BlobId | None:
+    """The same, with all its weights."""
+    return _recall(wanted, store, Manifest.blobs)
+
+
+def _recall(wanted: str, store: Store, needed: Callable[[Manifest], Iterable[BlobRef]]) -> BlobId | None:
     try:
         source = model_source(wanted)
     except SwarmError:
         return None
-    return _stored(store, source, lambda manifest: (manifest.graph, manifest.tokenizer))
+    return _stored(store, source, needed)
 
 
 def _stored(store: Store, source: Source, needed: Callable[[Manifest], Iterable[BlobRef]]) -> BlobId | None:

@@ -72,6 +72,8 @@ def lines(snapshot: Snapshot, width: int, height: int | None = None) -> list[Tex
     blocks.append([Row(line, line is shortened[-1]) for line in shortened])
     compact = width < NARROW and height is not None and height < _COMPACT_BELOW
     answers = _answers(snapshot, width)
+    if answers and not compact:
+        answers += _drafts(snapshot, width)
     top = [*_head(snapshot, width, compact), *_alert(snapshot, plan, width)]
     heading = [headings(grid, len(plan.stages))] if plan.stages else []
     room = 10**6 if height is None else height - len(top) - len(heading) - len(answers)
@@ -208,6 +210,34 @@ def missing(snapshot: Snapshot) -> str:
         f"{figures.size(short)} of memory missing: {model} needs {figures.size(offered + short)}, "
         f"{pcs} {figures.size(offered)}. Start another PC, or give more with --memory."
     )
+
+
+def _drafts(snapshot: Snapshot, width: int) -> list[Text]:
+    """What drafts, and how well: as many figures as there is room for, the most telling first."""
+    view = snapshot.speculation
+    if not view.enabled:
+        return []
+    line = Text(" ").append("drafts ", TITLE)
+    name = fit(figures.clean(view.draft), 40) if width >= WIDE else "model"
+    source = f"{name} and n-gram" if view.draft else "n-gram"
+    if view.drafted:
+        facts = [f"{view.accepted / view.drafted:.0%} accepted", f"{view.gain:.1f}x plain"]
+        facts += [f"K {view.k:.1f}", f"depth {view.depth:.1f}"]
+    else:
+        facts = ["nothing drafted yet"]
+    if width >= NARROW:
+        facts.insert(0, source)
+    if width >= WIDE and not view.draft and view.no_draft:
+        facts.append(figures.clean(view.no_draft))
+    shown = ""
+    for fact in facts:
+        longer = f"{shown}, {fact}" if shown else f"  {fact}"
+        if line.cell_len + cell_len(longer) > width - 1:
+            fact = fit(fact, width - 3 - line.cell_len - cell_len(shown))
+            shown += f", {fact}" if shown and cell_len(fact) >= 12 else ""
+            break
+        shown = longer
+    return [line.append(shown, QUIET)]
 
 
 def _answers(snapshot: Snapshot, width: int) -> list[Text]:

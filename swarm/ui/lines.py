@@ -39,6 +39,7 @@ def changes(old: Snapshot | None, new: Snapshot) -> list[str]:
         *_members(old, new),
         *_notices(old, new),
         *_ring(old, new),
+        *_drafts(old, new),
         *_readiness(old, new),
     ]
 
@@ -108,6 +109,13 @@ def _ring(old: Snapshot | None, new: Snapshot) -> list[str]:
     if short and (old is None or missing(old) != short):
         found.append(short)
     return found
+
+
+def _drafts(old: Snapshot | None, new: Snapshot) -> list[str]:
+    draft = new.speculation.draft
+    if draft == (old.speculation.draft if old else ""):
+        return []
+    return [f"drafts with {figures.clean(draft)} and n-gram" if draft else "drafts by n-gram alone"]
 
 
 def _readiness(old: Snapshot | None, new: Snapshot) -> list[str]:

@@ -6,9 +6,21 @@ from collections.abc import AsyncGenerator, Sequence
 
 import anyio
 
-from swarm.coordinator.requests import Delta, FinishReason, GenerateRequest, Usage
+from swarm.coordinator.requests import Delta, FinishReason, GenerateRequest, SpeculationUsage, Usage
 
-USAGE = Usage(prompt_tokens=7, completion_tokens=3, reused_tokens=2, first_token_ms=12.5, token_ms=4.0)
+SPECULATION = SpeculationUsage(
+    windows=4,
+    ngram_drafted=4,
+    ngram_accepted=3,
+    model_drafted=8,
+    model_accepted=6,
+    rejected=2,
+    wasted_rows=5,
+    in_flight=6,
+    seconds=2.0,
+    plain_seconds=3.0,
+)
+USAGE = Usage(7, 3, reused_tokens=2, first_token_ms=12.5, token_ms=4.0, speculation=SPECULATION)
 
 
 class FakeGenerator:

@@ -226,6 +226,20 @@ def test_a_whole_answer() -> None:
     assert choice["finish_reason"] == "length"
     assert body["usage"]["total_tokens"] == 10
     assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
+    details = body["usage"]["completion_tokens_details"]
+    assert details == {"accepted_prediction_tokens": 9, "rejected_prediction_tokens": 2}
+    assert body["usage"]["speculation"] == {
+        "windows": 4,
+        "drafted": 12,
+        "accepted": 9,
+        "rejected": 2,
+        "wasted_rows": 5,
+        "k": 3.0,
+        "depth": 1.5,
+        "gain": 1.5,
+        "ngram": {"drafted": 4, "accepted": 3},
+        "model": {"drafted": 8, "accepted": 6},
+    }
     assert body["swarm"] == {"seed": 42, "first_token_ms": 12.5, "token_ms": 4.0}
 
 

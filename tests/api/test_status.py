@@ -32,6 +32,15 @@ def test_the_promised_fields() -> None:
     assert body["notices"] == list(CASES["three"].notices)
 
 
+def test_speculation_is_counted() -> None:
+    found = plain(CASES["three"])["speculation"]
+    assert found["draft"] == "Qwen2.5-Coder-0.5B-Instruct"
+    assert (found["drafted"], found["accepted"], found["rejected"]) == (420, 319, 55)
+    assert found["ngram"] == {"drafted": 120, "accepted": 91}
+    alone = plain(CASES["alone"])["speculation"]
+    assert (alone["draft"], alone["no_draft"]) == ("", "no draft model is known for SmolLM2-135M-Instruct")
+
+
 def test_it_never_carries_the_pairing_code() -> None:
     assert "4821-7730" not in json.dumps(status(snapshot(code="4821-7730")))
 

@@ -23,6 +23,7 @@ EVERY_FLAG = [
     *("--home", "there", "--model", "m.gguf", "--name", "PC-1", "--memory", "8GB", "--port", "7000"),
     *("--api-port", "7001", "--swarm", "office", "--code", "K7QM-2RXW-9DFT", "--device", "GPU", "--headless"),
     *("--disk", "50GB", "--peer", "pc-2:7420", "--peer", "10.0.0.7", "--interface", "eth0", "--interface", "eth1"),
+    *("--draft", "small.gguf", "--speculation", "off"),
 ]
 EVERY_VARIABLE = {
     "SWARM_HOME": "there",
@@ -38,6 +39,8 @@ EVERY_VARIABLE = {
     "SWARM_HEADLESS": "1",
     "SWARM_PEER": "pc-2:7420, 10.0.0.7",
     "SWARM_INTERFACE": "eth0 eth1",
+    "SWARM_DRAFT": "small.gguf",
+    "SWARM_SPECULATION": "off",
 }
 EVERYTHING = Settings(
     home=Path("there").absolute(),
@@ -53,6 +56,8 @@ EVERYTHING = Settings(
     interfaces=("eth0", "eth1"),
     device="GPU",
     headless=True,
+    draft="small.gguf",
+    speculation=False,
 )
 
 

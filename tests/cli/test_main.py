@@ -16,7 +16,7 @@ from swarm.cli.args import Ask
 from swarm.cli.main import FAILURE_STATUS, INTERRUPTED_STATUS, USAGE_STATUS, first_error, main, status_lines
 from swarm.protocol.config import Settings
 from swarm.protocol.errors import SessionError, UsageError
-from tests.ui.snapshots import member, ring, snapshot
+from tests.ui.snapshots import DRAFTING, member, ring, snapshot
 
 if sys.version_info < (3, 11):
     from exceptiongroup import BaseExceptionGroup
@@ -99,10 +99,13 @@ def test_status_for_people() -> None:
     from swarm.api.status import status
 
     plan = ring(2, 4)
-    shown = status_lines(status(snapshot(plan=plan, members=(member(1), member(2), member(3)), notices=("Mind it.",))))
+    members = (member(1), member(2), member(3))
+    picture = snapshot(plan=plan, members=members, notices=("Mind it.",), speculation=DRAFTING)
+    shown = status_lines(status(picture))
     assert shown.splitlines() == [
         "PC-1 in swarm office: ready",
         "model Qwen2.5-Coder-1.5B-Instruct, epoch 3, API http://127.0.0.1:7480",
+        "drafts by Qwen2.5-Coder-0.5B-Instruct and n-gram: 76% accepted, 1.6x plain",
         "  layers   0 to   1  PC-1 (CPU)",
         "  layers   2 to   3  PC-2 (CPU)",
         "  alive              PC-3",

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from swarm.model.drafts import PAIRS, PROBES, draft_for, same_tokenizer
+from swarm.model.drafts import PAIRS, PROBES, DraftPair, draft_for, same_tokenizer
+from swarm.model.sources import resolve
 from swarm.model.tokenizer import Tokenizer
 
 SPECIAL = frozenset({300, 301})
@@ -80,14 +81,14 @@ def test_the_probes_are_different() -> None:
 @pytest.mark.parametrize(
     ("target", "draft"),
     [
-        ("Qwen2.5-Coder-7B-Instruct", "Qwen/Qwen2.5-Coder-0.5B-Instruct"),
-        ("Qwen2.5 Coder 1.5B Instruct", "Qwen/Qwen2.5-Coder-0.5B-Instruct"),
-        ("qwen2.5-14b-instruct-q4_k_m", "Qwen/Qwen2.5-0.5B-Instruct"),
-        ("Qwen3-8B-int4-ov", "Qwen/Qwen3-0.6B"),
+        ("Qwen2.5-Coder-7B-Instruct", "OpenVINO/Qwen2.5-Coder-0.5B-Instruct-int4-ov"),
+        ("Qwen2.5 Coder 1.5B Instruct", "OpenVINO/Qwen2.5-Coder-0.5B-Instruct-int4-ov"),
+        ("qwen2.5-14b-instruct-q4_k_m", "Qwen/Qwen2.5-0.5B-Instruct-GGUF/qwen2.5-0.5b-instruct-q8_0.gguf"),
+        ("Qwen3-8B-int4-ov", "OpenVINO/Qwen3-0.6B-int4-ov"),
         ("Meta-Llama-3.1-70B-Instruct", "meta-llama/Llama-3.2-1B-Instruct"),
         ("Llama-3.3-70B-Instruct", "meta-llama/Llama-3.2-1B-Instruct"),
-        ("Llama-2-13b-chat-hf", "TinyLlama/TinyLlama-1.1B-Chat-v1.0"),
-        ("SmolLM2-1.7B-Instruct", "HuggingFaceTB/SmolLM2-135M-Instruct"),
+        ("Llama-2-13b-chat-hf", "OpenVINO/TinyLlama-1.1B-Chat-v1.0-int4-ov"),
+        ("SmolLM2-1.7B-Instruct", "default"),
         ("gemma-2-27b-it", "google/gemma-2-2b-it"),
         ("gemma-3-12b-it", "google/gemma-3-1b-it"),
     ],
@@ -101,10 +102,15 @@ def test_pairs(target: str, draft: str) -> None:
 @pytest.mark.parametrize(
     "name",
     ["Meta-Llama-3-8B", "Phi-3-mini-4k-instruct", "Mistral-7B", "GPT-2", "", "Qwen2-7B"]
-    + [pair.draft.partition("/")[2] for pair in PAIRS],
+    + [pair.draft.rpartition("/")[2] for pair in PAIRS],
 )
 def test_no_pair(name: str) -> None:
     assert draft_for(name) is None
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.family)
+def test_a_draft_is_something_that_a_node_can_get(pair: DraftPair) -> None:
+    assert resolve(pair.draft).kind in ("hub", "default")
 
 
 @pytest.mark.model

@@ -133,7 +133,7 @@ def test_read_header_names_the_file(tmp_path: Path) -> None:
         read_header(tmp_path)
 
 
-@pytest.mark.parametrize("code", [gguf_files.BF16, Q5_0, gguf_files.Q5_1, gguf_files.Q2_K, gguf_files.Q5_K, F32])
+@pytest.mark.parametrize("code", [gguf_files.BF16, gguf_files.Q5_1, gguf_files.Q2_K, gguf_files.Q5_K, F32])
 def test_tensor_types_that_the_converter_cannot_read(code: int) -> None:
     name = gguf.TENSOR_TYPES[code][0]
     with pytest.raises(UsageError, match=rf"unsupported tensor type; expected one of F16, .*; found {name} ") as caught:

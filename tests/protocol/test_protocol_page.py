@@ -17,7 +17,7 @@ from swarm.protocol import limits, messages
 from swarm.protocol.codec import encode
 from swarm.protocol.config import DEFAULT_PORT
 from swarm.protocol.ids import Epoch, NodeId, SessionId
-from swarm.protocol.messages import MESSAGE_TYPES, Member, MemberState, Phase, RowKind
+from swarm.protocol.messages import MESSAGE_TYPES, DraftOffer, Member, MemberState, Phase, RowKind
 from swarm.protocol.plan import Plan, Stage
 from swarm.protocol.sampling import SamplingParams
 from swarm.protocol.tensors import _DTYPES, Array
@@ -26,7 +26,7 @@ from swarm.ring.link import CONTROL
 
 PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text(encoding="utf-8")
 SECTIONS = dict(re.findall(r"^### (\w+)[^\n]*\n(.*?)(?=^##|\Z)", PAGE, re.MULTILINE | re.DOTALL))
-RECORDS: tuple[type[Any], ...] = (*MESSAGE_TYPES, Epoch, Stage, Plan, SamplingParams, Member)
+RECORDS: tuple[type[Any], ...] = (*MESSAGE_TYPES, Epoch, Stage, Plan, SamplingParams, Member, DraftOffer)
 ENUMS = (MemberState, Phase, RowKind)
 
 FOR_PEOPLE = ("MAX_API_", "API_", "MAX_STOP_", "MAX_PROMPT_")

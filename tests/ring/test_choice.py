@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from swarm.protocol.ids import BlobId, Epoch, NodeId
-from swarm.protocol.messages import Member, MemberState
+from swarm.protocol.messages import DraftOffer, Member, MemberState
 from swarm.protocol.plan import NO_PLAN, Plan, Stage
-from swarm.ring.choice import Choice, choose_model, leader, same_model
+from swarm.ring.choice import Choice, DraftChoice, choose_draft, choose_model, leader, same_model
 
 A, B = BlobId("a" * 64), BlobId("b" * 64)
 
@@ -105,3 +107,34 @@ def test_nobody_living_is_nobody_to_acquire() -> None:
 )
 def test_a_model_is_known_by_the_last_part_of_its_name(wanted: str, name: str, same: bool) -> None:
     assert same_model(wanted, name) is same
+
+
+def drafting(number: int, offer: DraftOffer | None, state: MemberState = MemberState.ALIVE) -> Member:
+    return replace(member(number, state=state), draft=offer)
+
+
+def test_nobody_says_anything_and_the_table_counts() -> None:
+    assert choose_draft([member(1), member(2)], "small") == DraftChoice("small")
+    assert choose_draft([member(1)], "") == DraftChoice("")
+
+
+def test_the_lowest_that_wants_the_draft_gets_it_from_outside() -> None:
+    members = [member(1), drafting(3, DraftOffer("small")), drafting(2, DraftOffer("small"))]
+    assert choose_draft(members, "small") == DraftChoice("small", acquirer=node(2))
+    members.append(drafting(1, DraftOffer("small"), MemberState.DEAD))
+    assert choose_draft(members, "small").acquirer == node(2)
+
+
+def test_who_has_it_hands_it_out() -> None:
+    members = [drafting(1, DraftOffer("small")), drafting(5, DraftOffer("small", False, A, 70, 10**8))]
+    assert choose_draft(members, "small") == DraftChoice("small", A, 70)
+    assert choose_draft(members, "other") == DraftChoice("other")
+    gone = [members[0], replace(members[1], state=MemberState.LEFT)]
+    assert choose_draft(gone, "small") == DraftChoice("small", acquirer=node(1))
+
+
+def test_a_draft_that_is_named_wins_and_its_node_gets_it() -> None:
+    named, table = DraftOffer("mine.gguf", True), DraftOffer("small", False, A, 70)
+    members = [drafting(1, DraftOffer("mine.gguf")), drafting(2, named), drafting(3, table)]
+    assert choose_draft(members, "small") == DraftChoice("mine.gguf", acquirer=node(2))
+    assert choose_draft([*members, drafting(0, DraftOffer("first", True))], "small").source == "first"

@@ -76,6 +76,8 @@ class Pc:
     ring: RingNode
     coordinator: Coordinator
     store: Store
+    drafts: list[Model | None] = field(default_factory=list)
+    """What the ring gave to draft with, one after the other."""
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     ended: anyio.Event = field(default_factory=anyio.Event)
     error: BaseException | None = None
@@ -160,9 +162,10 @@ class Office:
         def on_model(model: Model) -> None:
             coordinator.set_model(LanguageModel(model.id, model.tokenizer, model.manifest.context_tokens))
 
-        ring = RingNode(replace(config, **changes), store, on_model)
+        drafts: list[Model | None] = []
+        ring = RingNode(replace(config, **changes), store, on_model, drafts.append)
         coordinator = Coordinator(ring)
-        pc = Pc(ring, coordinator, store)
+        pc = Pc(ring, coordinator, store, drafts)
         self.pcs.append(pc)
         await self.tasks.start(pc.run)
         return pc

@@ -240,6 +240,25 @@ def test_without_offers_the_whole_model_is_missing() -> None:
     assert plan.missing_bytes == Load.of(shape, 2048).stage_memory(0, 30)
 
 
+def test_room_is_kept_for_a_draft_where_it_costs_little() -> None:
+    shape = model(20, 100 * MB)
+    pcs = [offer(1, memory=4000 * MB), offer(2, memory=2000 * MB)]
+    assert sizes(make_plan(shape, pcs, EPOCH)) == [10, 10]
+    kept = make_plan(shape, pcs, EPOCH, draft_bytes=800 * MB)
+    assert all(s.bytes + 800 * MB <= o.memory_bytes for s, o in zip(kept.stages, pcs, strict=True))
+    assert kept.kv_tokens == make_plan(shape, pcs, EPOCH).kv_tokens
+
+
+@pytest.mark.parametrize("second", [[], [offer(2, speed=0.5 * GB)]], ids=["no room", "a slow PC with room"])
+def test_a_draft_costs_no_model_no_session_and_not_much_speed(second: list[Offer]) -> None:
+    shape = model(20, 100 * MB)
+    alone = Load.of(shape, 4 * 4096).stage_memory(0, 20)
+    offers = [offer(1, memory=alone + 100 * MB), *second]
+    plan = make_plan(shape, offers, EPOCH)
+    assert [stage.name for stage in plan.stages] == ["PC-1"]
+    assert make_plan(shape, offers, EPOCH, draft_bytes=600 * MB) == plan
+
+
 def test_a_remark_is_on_every_screen() -> None:
     assert make_plan(model(), [offer(1)], EPOCH, remark="without PC-2: no compiler").note.endswith(
         "; without PC-2: no compiler"

@@ -7,7 +7,7 @@ from typing import Any
 from swarm.protocol.ids import BlobId, Epoch, NodeId
 from swarm.protocol.messages import MemberState, Phase
 from swarm.protocol.plan import Plan, Stage
-from swarm.protocol.snapshot import MemberView, Snapshot
+from swarm.protocol.snapshot import MemberView, Snapshot, SpeculationView
 
 GB = 10**9
 MODEL = BlobId("a" * 64)
@@ -83,12 +83,27 @@ def fetching(number: int, name: str = "", **changes: Any) -> MemberView:
 
 LONG_NAMES = {2: "Büro-Rechner 二号室 ☕", 3: "a-very-long-host-name-that-somebody-chose-for-fun"}
 
+DRAFTING = SpeculationView(
+    draft="Qwen2.5-Coder-0.5B-Instruct",
+    windows=140,
+    ngram_drafted=120,
+    ngram_accepted=91,
+    model_drafted=300,
+    model_accepted=228,
+    rejected=55,
+    wasted_rows=46,
+    k=3.0,
+    depth=1.8,
+    gain=1.62,
+)
+
 _UNWELL = {2: {"waiting": 3}, 5: {"state": MemberState.SUSPECT}, 7: {"state": MemberState.LEAVING}}
 
 CASES: dict[str, Snapshot] = {
     "alone": snapshot(
         plan=ring(1, 30),
         members=(member(1, step_ms=9.7, resident_bytes=400_000_000),),
+        speculation=SpeculationView(no_draft="no draft model is known for SmolLM2-135M-Instruct"),
         history=HISTORY,
         tokens_per_second=12.4,
     ),
@@ -99,6 +114,7 @@ CASES: dict[str, Snapshot] = {
             member(4, "print server", memory_bytes=2 * GB, round_trip_ms=3.2),
             member(5, "old laptop", state=MemberState.DEAD),
         ),
+        speculation=DRAFTING,
         history=HISTORY,
         tokens_per_second=12.4,
         notices=("old laptop went without a word; the ring was formed without it",),
@@ -118,6 +134,7 @@ CASES: dict[str, Snapshot] = {
     "forty": snapshot(
         plan=ring(38, 80),
         node=node_id(20),
+        speculation=SpeculationView(enabled=False),
         name="PC-20",
         members=tuple(member(number, **RUNNING) for number in range(1, 41)),
         history=HISTORY,

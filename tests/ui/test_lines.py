@@ -14,7 +14,7 @@ from swarm.protocol.messages import MemberState, Phase
 from swarm.protocol.snapshot import Snapshot
 from swarm.ui import lines as module
 from swarm.ui.lines import ProgressLog, changes, run_lines
-from tests.ui.snapshots import fetching, member, nothing_fits, ring, snapshot, waiting
+from tests.ui.snapshots import DRAFTING, fetching, member, nothing_fits, ring, snapshot, waiting
 
 
 def test_the_start_says_who_where_and_how_to_join() -> None:
@@ -77,6 +77,14 @@ def test_only_new_notices_are_said_even_when_old_ones_fall_out() -> None:
     assert changes(snapshot(notices=("a", "b", "c")), snapshot(notices=("b", "c", "d"))) == ["d"]
     assert changes(snapshot(notices=("a",)), snapshot(notices=("a", "a"))) == ["a"]
     assert changes(snapshot(notices=("a", "b")), snapshot(notices=())) == []
+
+
+def test_a_draft_model_comes_and_goes() -> None:
+    before = snapshot(plan=ring(1, 20))
+    after = replace(before, speculation=DRAFTING)
+    assert changes(before, after) == ["drafts with Qwen2.5-Coder-0.5B-Instruct and n-gram"]
+    assert changes(after, replace(after, uptime_s=900.0)) == []
+    assert changes(after, before) == ["drafts by n-gram alone"]
 
 
 def test_missing_memory_is_said_once() -> None:
