@@ -44,6 +44,14 @@ def test_gguf() -> None:
     assert figures["smollm2_perplexity_ratio"] == pytest.approx(1.0, abs=0.05)
 
 
+@pytest.mark.large
+@pytest.mark.slow
+def test_drafts() -> None:
+    figures = run_quickly("bench.drafts")
+    assert 0.4 < figures["int8_right_greedy"] <= 1
+    assert figures["int8_1_ms"] < figures["target_1_ms"]
+
+
 @pytest.mark.model
 @pytest.mark.slow
 def test_two_nodes() -> None:

@@ -25,7 +25,6 @@ pytestmark = pytest.mark.anyio
 
 ir = test_node.ir
 _no_patience = test_node._no_patience
-_turning_loop = test_node._turning_loop
 
 
 @pytest.fixture(autouse=True)
