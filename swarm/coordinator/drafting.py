@@ -18,7 +18,7 @@ from swarm.coordinator.pace import MODEL, Choice, Pace, Speculation
 from swarm.coordinator.requests import SpeculationUsage
 from swarm.coordinator.token_log import TokenLog
 
-PROBE_TOKENS = 2
+PROBE_TOKENS = 1
 """Asked of the model where its speed is to be measured."""
 
 PROBE_AFTER = 8
