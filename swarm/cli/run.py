@@ -17,10 +17,11 @@ import anyio.to_thread
 
 from swarm.api.server import ApiServer
 from swarm.cli import founding, running
-from swarm.coordinator.coordinator import Coordinator
+from swarm.coordinator.coordinator import Coordinator, CoordinatorLimits
 from swarm.coordinator.draft_host import DraftHost, paged_draft
 from swarm.coordinator.drafter import Drafter
 from swarm.coordinator.language import LanguageModel
+from swarm.coordinator.pace import Speculation
 from swarm.engine.devices import choose_device
 from swarm.model.sources import resolve
 from swarm.model.store import Store
@@ -138,7 +139,8 @@ class _Node:
         config = await anyio.to_thread.run_sync(self._configure)
         drafts = DraftHost(paged_draft(store, config.device), self._install_drafter, self._notice)
         self._ring = RingNode(config, store, self._model_known, drafts.offer)
-        self._coordinator = Coordinator(self._ring)
+        speculation = Speculation(enabled=settings.speculation)
+        self._coordinator = Coordinator(self._ring, CoordinatorLimits(speculation=speculation))
         self._drafts = drafts
         api = ApiServer(self.snapshot, self._coordinator)
         async with anyio.create_task_group() as group:
