@@ -80,7 +80,7 @@ def test_reusable_is_the_common_prefix_that_was_fed(turns: Turns, common: int, m
     common = min(common, len(log))
     prompt = [*log.ids(0, common), *[-1] * more] or [-1]
     reused = log.reusable(prompt)
-    most = min(common, log.fed, len(prompt) - 1)
+    most = min(common, log.fed, max(0, len(prompt) - 2))
     assert most - 1 <= reused <= most
     log.truncate(reused)
     log.append_prompt(prompt[reused:])
