@@ -209,9 +209,9 @@ class _Node:
     def _model_known(self, model: Model) -> None:
         self._coordinator.set_model(LanguageModel(model.id, model.tokenizer, model.manifest.context_tokens))
 
-    def _meter(self) -> tuple[float, int]:
+    def _meter(self) -> tuple[float, int, tuple[int, ...]]:
         stats = self._coordinator.stats()
-        return stats.tokens_per_second, stats.running
+        return stats.tokens_per_second, stats.running, stats.ring_sessions
 
     async def _remember_rates(self) -> None:
         while True:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
@@ -16,6 +17,7 @@ from swarm.coordinator.events import Begin
 from swarm.coordinator.idle import IdleLimits, IdlePool
 from swarm.coordinator.language import LanguageModel
 from swarm.coordinator.meter import TokenMeter
+from swarm.coordinator.placement import choose_ring
 from swarm.coordinator.requests import Delta, GenerateRequest
 from swarm.coordinator.session import (
     Counters,
@@ -63,6 +65,8 @@ class CoordinatorStats:
     mismatches: int
     """Replayed tokens that the ring drew differently: exactness is broken somewhere."""
     stale: int
+    ring_sessions: tuple[int, ...] = ()
+    """Of `running`, those on each ring of the plan."""
 
 
 class Coordinator:
@@ -142,6 +146,7 @@ class Coordinator:
             replays=self._counters.replays,
             mismatches=self._counters.mismatches,
             stale=self._counters.stale,
+            ring_sessions=self._ring_sessions(),
         )
 
     # --- requests ---------------------------------------------------------------------------------------------------
@@ -199,7 +204,7 @@ class Coordinator:
         )
         session = self._idle.take(prompt) or self._new_session()
         # Of the answer only what is asked for is counted: a kept cache is worth more than a long answer's last part.
-        self._make_room(len(prompt) + (request.max_tokens or 0))
+        self._make_room(session.plan, len(prompt) + (request.max_tokens or 0))
         turn = Turn(self, session, begin, model.tokenizer.stream(), StopMatcher(request.stop), self._clock, started)
         self._turns[session.id] = turn
         self._tasks.start_soon(turn.run, name=f"session {session.id}")
@@ -222,17 +227,30 @@ class Coordinator:
     def _new_session(self) -> Session:
         self._sessions += 1
         name = SessionId(f"{self._ring.node[:8]}-{self._sessions:x}-{secrets.token_hex(4)}")
-        return Session(name, self._ring.node, self._plan, self._limits.session, self._counters)
+        return Session(name, self._ring.node, self._place(), self._limits.session, self._counters)
+
+    def _place(self) -> Plan:
+        """The plan's ring for one more session; it stays there while the epoch lasts."""
+        if len(self._plan.rings) < 2:
+            return self._plan
+        return self._plan.ring(choose_ring(self._plan, self._ring.node, self._ring_sessions(), self._ring.loads()))
+
+    def _ring_sessions(self) -> tuple[int, ...]:
+        """Answers being written on each ring of the plan in force."""
+        plans = [turn.plan for turn in self._turns.values() if turn.plan.epoch == self._plan.epoch]
+        rings = Counter(plan.stages[0].node for plan in plans if plan.stages)
+        return tuple(rings[stages[0].node] for stages in self._plan.rings)
 
     # --- what the ring tells ----------------------------------------------------------------------------------------
 
     def plan_changed(self, plan: Plan) -> None:
-        if plan.epoch != self._plan.epoch:
-            # The stages' caches went with the old epoch. To rebuild an idle session's would cost more than a prefill.
-            self._idle.clear()
+        if plan.epoch == self._plan.epoch:
+            return
+        # The stages' caches went with the old epoch. To rebuild an idle session's would cost more than a prefill.
+        self._idle.clear()
         self._plan = plan
         for turn in self._turns.values():
-            turn.post_plan(plan)
+            turn.post_plan(self._place())
         self._notify()
 
     def drawn(self, message: Drawn) -> None:
@@ -242,9 +260,10 @@ class Coordinator:
         self._adoptions.answered(message)
 
     def refused(self, message: Refused) -> None:
-        if message.session in self._turns and message.epoch == self._plan.epoch:
+        turn = self._turns.get(message.session)
+        if turn is not None and message.epoch == self._plan.epoch:
             # It may be a full KV cache: what is only kept gives way to what is being written.
-            self._close_kept(self._idle.clear())
+            self._close_kept(self._idle.shrink(0, turn.plan))
         self._post(message)
 
     def _post(self, message: Drawn | Refused) -> None:
@@ -281,7 +300,7 @@ class Coordinator:
         if session.state is State.IDLE and len(session.log) and session.plan.epoch == self._plan.epoch:
             self._close_kept(self._idle.put(session, self._clock()))
             if self._plan.kv_tokens:
-                self._close_kept(self._idle.shrink(int(self._plan.kv_tokens * self._limits.idle.share)))
+                self._close_kept(self._idle.shrink(int(self._plan.kv_tokens * self._limits.idle.share), session.plan))
         self._notify()
 
     def close_session(self, session: SessionId, nodes: tuple[NodeId, ...]) -> None:
@@ -297,15 +316,16 @@ class Coordinator:
             await self._changed.wait()
         self._close_kept(self._idle.expire(self._clock()))
 
-    def _make_room(self, tokens: int) -> None:
-        """Kept sessions give way where the running ones and `tokens` more would not fit beside them."""
-        if self._plan.kv_tokens:
-            running = sum(len(turn.session.log) for turn in self._turns.values())
-            self._close_kept(self._idle.shrink(self._plan.kv_tokens - running - tokens))
+    def _make_room(self, plan: Plan, tokens: int) -> None:
+        """Kept sessions on the ring of `plan` give way where those running there and `tokens` more would not fit."""
+        if plan.kv_tokens:
+            turns = [turn for turn in self._turns.values() if turn.plan.stages == plan.stages]
+            running = sum(len(turn.session.log) for turn in turns)
+            self._close_kept(self._idle.shrink(plan.kv_tokens - running - tokens, plan))
 
     def _close_kept(self, sessions: list[Session]) -> None:
         for session in sessions:
-            self.close_session(session.id, _nodes(self._plan))
+            self.close_session(session.id, _nodes(session.plan))
 
     async def _tell_closed(self, session: SessionId, nodes: tuple[NodeId, ...]) -> None:
         async def tell(node: NodeId) -> None:

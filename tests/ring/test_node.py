@@ -32,6 +32,7 @@ from swarm.ring.handshake import Credentials
 from swarm.ring.identity import load_or_create, next_incarnation
 from swarm.ring.node import RingNode
 from swarm.ring.pairing import OPEN_SECRET
+from swarm.ring.port import RingLoad
 from swarm.ring.supply import Model
 from tests.loopwatch import loopwatch
 from tests.model import gguf_files
@@ -85,7 +86,7 @@ class Pc:
             with self.scope:
                 async with anyio.create_task_group() as tasks:
                     await tasks.start(self.coordinator.run)
-                    await self.ring.run(lambda: (0.0, 0), task_status=task_status)
+                    await self.ring.run(lambda: (0.0, 0, ()), task_status=task_status)
                     tasks.cancel_scope.cancel()
         except BaseExceptionGroup as group:
             self.error = first_error(group)
@@ -216,6 +217,30 @@ async def test_three_form_serve_leave_and_crash(tmp_path: Path, ir: Path) -> Non
         assert written == undisturbed
         await one.until_spread_over(one)
         assert one.states()["three"] is MemberState.DEAD
+
+
+async def test_rings_of_their_own_answer_alike(tmp_path: Path, ir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So fast that every hop would cost more than it brings: each PC holds the whole model and is a ring."""
+    async with open_office(tmp_path, ir) as office:
+        one = await office.start("one", ir, speed=1e12)
+        await one.until_spread_over(one)
+        answer = await one.answer()
+        others = [await office.start(name, speed=1e12) for name in ("two", "three")]
+        pcs = (one, *others)
+        for pc in pcs:
+            plan = await pc.until_spread_over(*pcs)
+            assert [(stage.start, stage.end) for stage in plan.stages] == [(0, LAYERS)] * 3
+        assert [await pc.answer() for pc in pcs] == [answer] * 3
+
+        for ring in range(3):  # and from afar
+            loads = tuple(RingLoad(sessions=0 if index == ring else 9) for index in range(3))
+            monkeypatch.setattr(one.ring, "loads", lambda loads=loads: loads)
+            assert await one.answer(prompt=f"the the {ring}") == await others[0].answer(prompt=f"the the {ring}")
+
+        await others[0].crash()
+        await one.until_spread_over(one, others[1])
+        monkeypatch.undo()
+        assert await one.answer() == await others[1].answer() == answer
 
 
 async def test_a_node_that_comes_back_is_the_same(tmp_path: Path, ir: Path) -> None:
