@@ -32,6 +32,12 @@ def test_the_promised_fields() -> None:
     assert body["notices"] == list(CASES["three"].notices)
 
 
+def test_stages_say_which_ring_they_are_in() -> None:
+    body = plain(CASES["rings"])
+    assert [stage["ring"] for stage in body["stages"]] == [0, 0, 0, 1, 2]
+    assert len(body["ring_token_ms"]) == 3
+
+
 def test_it_never_carries_the_pairing_code() -> None:
     assert "4821-7730" not in json.dumps(status(snapshot(code="4821-7730")))
 

@@ -219,28 +219,29 @@ async def test_three_form_serve_leave_and_crash(tmp_path: Path, ir: Path) -> Non
         assert one.states()["three"] is MemberState.DEAD
 
 
-async def test_rings_of_their_own_answer_alike(tmp_path: Path, ir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So fast that every hop would cost more than it brings: each PC holds the whole model and is a ring."""
+async def test_two_rings_answer_alike(tmp_path: Path, ir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A third PC of half the speed would have to take whole layers and hold the two up: it is a ring of its own."""
     async with open_office(tmp_path, ir) as office:
-        one = await office.start("one", ir, speed=1e12)
+        one = await office.start("one", ir)
         await one.until_spread_over(one)
         answer = await one.answer()
-        others = [await office.start(name, speed=1e12) for name in ("two", "three")]
-        pcs = (one, *others)
+        one.coordinator._idle.clear()
+        two, three = await office.start("two"), await office.start("three", speed=0.55e5)
+        pcs = (one, two, three)
         for pc in pcs:
             plan = await pc.until_spread_over(*pcs)
-            assert [(stage.start, stage.end) for stage in plan.stages] == [(0, LAYERS)] * 3
-        assert [await pc.answer() for pc in pcs] == [answer] * 3
-
-        for ring in range(3):  # and from afar
-            loads = tuple(RingLoad(sessions=0 if index == ring else 9) for index in range(3))
-            monkeypatch.setattr(one.ring, "loads", lambda loads=loads: loads)
-            assert await one.answer(prompt=f"the the {ring}") == await others[0].answer(prompt=f"the the {ring}")
-
-        await others[0].crash()
-        await one.until_spread_over(one, others[1])
-        monkeypatch.undo()
-        assert await one.answer() == await others[1].answer() == answer
+        assert [[stage.name for stage in stages] for stages in plan.rings] == [["one", "two"], ["three"]]
+        for pc in pcs:
+            for ring in range(2):
+                loads = [RingLoad(sessions=9), RingLoad(sessions=9)]
+                loads[ring] = RingLoad()
+                monkeypatch.setattr(pc.ring, "loads", lambda loads=loads: tuple(loads))
+                assert await pc.answer() == answer
+                (kept,) = pc.coordinator._idle.clear()
+                assert kept.plan == plan.ring(ring)
+        await two.crash()
+        await one.until_spread_over(one, three)
+        assert await one.answer() == await three.answer() == answer
 
 
 async def test_a_node_that_comes_back_is_the_same(tmp_path: Path, ir: Path) -> None:

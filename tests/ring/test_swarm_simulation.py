@@ -212,8 +212,9 @@ def test_memory_that_shrinks_below_the_stage_changes_the_plan() -> None:
 def test_pcs_left_over_make_a_ring_and_losing_one_leaves_the_other() -> None:
     """So fast that one alone beats a ring: the small two, who cannot, are the second one."""
     world = World(16)
-    large = world.add(5, speed=3e11)
-    small = [world.add(number, memory=400 * MB, speed=3e11) for number in (2, 7)]
+    world.round_trip_ms = 0.0
+    large = world.add(5, speed=4e11)
+    small = [world.add(number, memory=600 * MB, speed=4e11) for number in (2, 7)]
     comes_to_rest(world, 30)
     plan = large.forming.plan
     assert [[stage.node for stage in stages] for stages in plan.rings] == [[large.id], [node.id for node in small]]
@@ -281,7 +282,7 @@ def join(world: World) -> None:
     number = world.random.randrange(1, 10_000)
     if f"{number:032x}" not in world.nodes and len(world.nodes) < 20:
         memory = world.random.choice([150, 250, 400, 2000]) * MB
-        world.add(number, memory=memory, speed=world.random.choice([1e9, 8e9, 1e10, 3e11]))
+        world.add(number, memory=memory, speed=world.random.choice([1e9, 8e9, 1e10, 4e11]))
 
 
 def disturb(world: World, action: str, number: int) -> None:
