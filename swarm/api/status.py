@@ -34,6 +34,7 @@ def status(snapshot: Snapshot) -> dict[str, Any]:
         "stages": _stages(snapshot.plan),
         "kv_tokens": snapshot.plan.kv_tokens,
         "predicted_token_ms": snapshot.plan.predicted_token_ms,
+        "ring_token_ms": list(snapshot.plan.ring_token_ms),
         "note": snapshot.plan.note,
         "forming": None if forming is None else {"epoch": forming.epoch.number, "stages": _stages(forming)},
         "missing_bytes": _missing_bytes(snapshot),
@@ -83,8 +84,10 @@ def _stages(plan: Plan) -> list[dict[str, Any]]:
             "end": stage.end,
             "device": stage.device,
             "bytes": stage.bytes,
+            "ring": ring,
         }
-        for stage in plan.stages
+        for ring, stages in enumerate(plan.rings)
+        for stage in stages
     ]
 
 

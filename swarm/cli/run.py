@@ -234,9 +234,9 @@ class _Node:
     def _notice(self, text: str) -> None:
         self._ring.notice(text)
 
-    def _meter(self) -> tuple[float, int]:
+    def _meter(self) -> tuple[float, int, tuple[int, ...]]:
         stats = self._coordinator.stats()
-        return stats.tokens_per_second, stats.running
+        return stats.tokens_per_second, stats.running, stats.ring_sessions
 
     async def _remember_rates(self) -> None:
         while True:

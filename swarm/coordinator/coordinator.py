@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
@@ -18,6 +19,7 @@ from swarm.coordinator.idle import IdleLimits, IdlePool
 from swarm.coordinator.language import LanguageModel
 from swarm.coordinator.meter import TokenMeter
 from swarm.coordinator.pace import Speculation
+from swarm.coordinator.placement import choose_ring
 from swarm.coordinator.requests import NO_SPECULATION, Delta, GenerateRequest, SpeculationUsage
 from swarm.coordinator.session import (
     Counters,
@@ -68,6 +70,8 @@ class CoordinatorStats:
     stale: int
     speculation: SpeculationUsage = NO_SPECULATION
     """Of all answers so far, those being written too."""
+    ring_sessions: tuple[int, ...] = ()
+    """Of `running`, those on each ring of the plan."""
 
 
 class Coordinator:
@@ -155,6 +159,7 @@ class Coordinator:
             mismatches=self._counters.mismatches,
             stale=self._counters.stale,
             speculation=sum((turn.session.speculation for turn in self._turns.values()), self._speculation),
+            ring_sessions=self._ring_sessions(),
         )
 
     # --- requests ---------------------------------------------------------------------------------------------------
@@ -214,7 +219,7 @@ class Coordinator:
         )
         session = self._idle.take(prompt) or self._new_session()
         # Of the answer only what is asked for is counted: a kept cache is worth more than a long answer's last part.
-        self._make_room(len(prompt) + (request.max_tokens or 0))
+        self._make_room(session.plan, len(prompt) + (request.max_tokens or 0))
         text, stops = model.tokenizer.stream(), StopMatcher(request.stop)
         turn = Turn(self, session, begin, text, stops, self._clock, started, drafter)
         self._turns[session.id] = turn
@@ -239,18 +244,31 @@ class Coordinator:
         self._sessions += 1
         name = SessionId(f"{self._ring.node[:8]}-{self._sessions:x}-{secrets.token_hex(4)}")
         settings = self._limits
-        return Session(name, self._ring.node, self._plan, settings.session, self._counters, settings.speculation)
+        return Session(name, self._ring.node, self._place(), settings.session, self._counters, settings.speculation)
+
+    def _place(self) -> Plan:
+        """The plan's ring for one more session; it stays there while the epoch lasts."""
+        if len(self._plan.rings) < 2:
+            return self._plan
+        return self._plan.ring(choose_ring(self._plan, self._ring.node, self._ring_sessions(), self._ring.loads()))
+
+    def _ring_sessions(self) -> tuple[int, ...]:
+        """Answers being written on each ring of the plan in force."""
+        plans = [turn.plan for turn in self._turns.values() if turn.plan.epoch == self._plan.epoch]
+        rings = Counter(plan.stages[0].node for plan in plans if plan.stages)
+        return tuple(rings[stages[0].node] for stages in self._plan.rings)
 
     # --- what the ring tells ----------------------------------------------------------------------------------------
 
     def plan_changed(self, plan: Plan) -> None:
-        if plan.epoch != self._plan.epoch:
-            # The stages' caches went with the old epoch. To rebuild an idle session's would cost more than a prefill.
-            for session in self._idle.clear():
-                self._forget_drafts(session.id)
+        if plan.epoch == self._plan.epoch:
+            return
+        # The stages' caches went with the old epoch. To rebuild an idle session's would cost more than a prefill.
+        for session in self._idle.clear():
+            self._forget_drafts(session.id)
         self._plan = plan
         for turn in self._turns.values():
-            turn.post_plan(plan)
+            turn.post_plan(self._place())
         self._notify()
 
     def drawn(self, message: Drawn) -> None:
@@ -260,9 +278,10 @@ class Coordinator:
         self._adoptions.answered(message)
 
     def refused(self, message: Refused) -> None:
-        if message.session in self._turns and message.epoch == self._plan.epoch:
+        turn = self._turns.get(message.session)
+        if turn is not None and message.epoch == self._plan.epoch:
             # It may be a full KV cache: what is only kept gives way to what is being written.
-            self._close_kept(self._idle.clear())
+            self._close_kept(self._idle.shrink(0, turn.plan))
         self._post(message)
 
     def _post(self, message: Drawn | Refused) -> None:
@@ -300,7 +319,7 @@ class Coordinator:
         if session.state is State.IDLE and len(session.log) and session.plan.epoch == self._plan.epoch:
             self._close_kept(self._idle.put(session, self._clock()))
             if self._plan.kv_tokens:
-                self._close_kept(self._idle.shrink(int(self._plan.kv_tokens * self._limits.idle.share)))
+                self._close_kept(self._idle.shrink(int(self._plan.kv_tokens * self._limits.idle.share), session.plan))
         else:
             self._forget_drafts(session.id)
         self._notify()
@@ -319,15 +338,16 @@ class Coordinator:
             await self._changed.wait()
         self._close_kept(self._idle.expire(self._clock()))
 
-    def _make_room(self, tokens: int) -> None:
-        """Kept sessions give way where the running ones and `tokens` more would not fit beside them."""
-        if self._plan.kv_tokens:
-            running = sum(len(turn.session.log) for turn in self._turns.values())
-            self._close_kept(self._idle.shrink(self._plan.kv_tokens - running - tokens))
+    def _make_room(self, plan: Plan, tokens: int) -> None:
+        """Kept sessions on the ring of `plan` give way where those running there and `tokens` more would not fit."""
+        if plan.kv_tokens:
+            turns = [turn for turn in self._turns.values() if turn.plan.stages == plan.stages]
+            running = sum(len(turn.session.log) for turn in turns)
+            self._close_kept(self._idle.shrink(plan.kv_tokens - running - tokens, plan))
 
     def _close_kept(self, sessions: list[Session]) -> None:
         for session in sessions:
-            self.close_session(session.id, _nodes(self._plan))
+            self.close_session(session.id, _nodes(session.plan))
 
     def _forget_drafts(self, session: SessionId) -> None:
         if self._drafter is not None:

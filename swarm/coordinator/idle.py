@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from swarm.coordinator.session import Session
 from swarm.protocol.ids import SessionId
+from swarm.protocol.plan import Plan
 
 MIN_REUSED_TOKENS = 16
 """Fewer are not worth a search, unless they are half the prompt."""
@@ -39,14 +40,16 @@ class IdlePool:
         fallen, self._kept = self._kept[:surplus], self._kept[surplus:]
         return [session for _, session in fallen]
 
-    def shrink(self, tokens: int) -> list[Session]:
-        """Let go of the oldest until the rest hold no more than `tokens` positions."""
+    def shrink(self, tokens: int, plan: Plan) -> list[Session]:
+        """Let go of the oldest on the ring of `plan` until the rest there hold no more than `tokens` positions."""
         fallen = []
-        held = sum(len(session.log) for _, session in self._kept)
+        here = [entry for entry in self._kept if entry[1].plan.stages == plan.stages]
+        held = sum(len(session.log) for _, session in here)
         while held > max(0, tokens):
-            session = self._kept.pop(0)[1]
-            held -= len(session.log)
-            fallen.append(session)
+            entry = here.pop(0)
+            self._kept.remove(entry)
+            held -= len(entry[1].log)
+            fallen.append(entry[1])
         return fallen
 
     def holds(self, session: SessionId) -> bool:

@@ -97,6 +97,11 @@ class Turn:
         self._scope = anyio.CancelScope()
         self._over = False
 
+    @property
+    def plan(self) -> Plan:
+        """What the session runs on, or will once it has read its news."""
+        return self._new_plan or self.session.plan
+
     def post(self, message: Drawn | Refused) -> None:
         """A message for the session; beyond `INBOX` it is dropped, which the session's deadlines mend."""
         if len(self._inbox) < INBOX:

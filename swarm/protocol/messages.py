@@ -239,6 +239,8 @@ class StageReport:
     """Segments in this stage's queue."""
     memory_bytes: int
     """Resident memory of the process."""
+    ring_sessions: tuple[int, ...] = ()
+    """Of `sessions`, those on each ring of the plan."""
 
 
 # --- inference ------------------------------------------------------------------------------------------------------

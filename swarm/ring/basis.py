@@ -10,7 +10,8 @@ from swarm.protocol.messages import Member
 from swarm.protocol.plan import Plan
 from swarm.ring.choice import STANDING
 from swarm.ring.fit import ModelShape
-from swarm.ring.plan import PROMISE_COST, Offer, predict
+from swarm.ring.plan import PROMISE_COST, rate
+from swarm.ring.split import Offer
 
 NOISE = 0.2
 """Share by which a node's memory or speed may differ from what the plan was made of."""
@@ -19,8 +20,8 @@ ROUND_TRIP_NOISE_MS = 2.0
 """And its round trip, beside `NOISE`: within a LAN nothing depends on it."""
 
 WORTH = 0.9
-"""A plan that is merely better must bring the bottleneck down to this share: a new epoch costs a replay of every
-session, and layers travel."""
+"""A plan that is merely better must bring the time per token, all rings busy, down to this share: a new epoch costs a
+replay of every session, and layers travel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +74,8 @@ def worthwhile(new: Plan, current: Plan, basis: Basis, shape: ModelShape) -> boo
     """Whether a plan that could go on should make way for `new`."""
     if not new.stages or not current.stages:
         return (bool(new.stages), new.missing_bytes) != (bool(current.stages), current.missing_bytes)
-    before, after = (predict(shape, basis.offers, plan.stages) for plan in (current, new))
+    before, after = (rate(shape, basis.offers, plan) for plan in (current, new))
     if before is None or after is None:
         return True
-    roomier = new.kv_tokens > current.kv_tokens and after.bottleneck_ms <= before.bottleneck_ms * PROMISE_COST
-    return roomier or after.bottleneck_ms <= before.bottleneck_ms * WORTH
+    roomier = new.kv_tokens > current.kv_tokens and after * PROMISE_COST >= before
+    return roomier or after * WORTH >= before

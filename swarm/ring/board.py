@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from swarm.protocol.ids import NodeId
+from swarm.protocol.ids import Epoch, NodeId
+from swarm.protocol.limits import MAX_SESSIONS_PER_STAGE
 from swarm.protocol.messages import Member, Phase, Progress, StageReport
 from swarm.protocol.plan import Plan
 from swarm.protocol.snapshot import MemberView
@@ -34,6 +35,13 @@ class Board:
         for table in (self.progress, self.reports):
             for node in [node for node in table if node not in nodes]:
                 del table[node]
+
+    def sessions_on(self, epoch: Epoch, ring: int, besides: NodeId) -> int:
+        """Sessions that all but `besides` run on a ring of the plan of `epoch`. A peer may say anything: each counts
+        up to what a stage holds."""
+        told = [r for node, r in self.reports.items() if node != besides and r.epoch == epoch]
+        counts = [report.ring_sessions[ring] for report in told if ring < len(report.ring_sessions)]
+        return sum(min(max(0, count), MAX_SESSIONS_PER_STAGE) for count in counts)
 
     def views(self, members: Sequence[Member], round_trips: dict[NodeId, float | None]) -> tuple[MemberView, ...]:
         return tuple(self._view(member, round_trips.get(member.node)) for member in members)

@@ -57,7 +57,7 @@ from swarm.ring.machine import resident_bytes
 from swarm.ring.membership import Membership
 from swarm.ring.mesh import Mesh
 from swarm.ring.pairing import UNDECIDED_FINGERPRINT, fingerprint
-from swarm.ring.port import RingListener
+from swarm.ring.port import RingListener, RingLoad
 from swarm.ring.stage import StageHost
 from swarm.ring.supply import Model
 from swarm.ring.transfer import BlobFetcher, BlobSource
@@ -70,8 +70,8 @@ PROGRESS_S = 0.5
 """Between two progress messages of one phase."""
 
 
-Meter: TypeAlias = Callable[[], tuple[float, int]]
-"""Tokens per second and sessions of this node's coordinator."""
+Meter: TypeAlias = Callable[[], tuple[float, int, tuple[int, ...]]]
+"""Tokens per second, sessions, and sessions on each ring, of this node's coordinator."""
 
 
 class RingNode:
@@ -121,6 +121,13 @@ class RingNode:
     def attach(self, listener: RingListener) -> None:
         self._listener = listener
 
+    def loads(self) -> tuple[RingLoad, ...]:
+        return tuple(self._load(ring, stages[0].node) for ring, stages in enumerate(self._plan.rings))
+
+    def _load(self, ring: int, first: NodeId) -> RingLoad:
+        trip = self._membership.round_trip_ms(first) if first != self.node else None
+        return RingLoad(self._board.sessions_on(self._plan.epoch, ring, self.node), trip or 0.0)
+
     async def send(self, to: NodeId, message: Message) -> None:
         if to == self.node:
             await self._deliver(self.node, message)
@@ -132,8 +139,8 @@ class RingNode:
     async def run(self, meter: Meter, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Be a node until cancelled or until `leave` has ended.
 
-        `meter` says how many tokens per second and sessions this node's coordinator has. Raises `UsageError` where the
-        port cannot be had or the code is refused.
+        `meter` says what this node's coordinator does. Raises `UsageError` where the port cannot be had or the code is
+        refused.
         """
         self._meter = meter
         choices = await anyio.to_thread.run_sync(_choose_interfaces, self._config.interfaces)
@@ -370,7 +377,7 @@ class RingNode:
             self._tell_forming(ev.ProgressHeard(self.node))
 
     def _report_stage(self) -> None:
-        rate, sessions = self._meter()
+        rate, sessions, ring_sessions = self._meter()
         worker, plan = self._stage.worker, self.plan
         stats = worker.stats() if worker is not None else NO_STATS
         following = plan.after(self.node) if plan.stage_of(self.node) else None
@@ -385,6 +392,7 @@ class RingNode:
             sessions=sessions,
             waiting=stats.waiting,
             memory_bytes=resident_bytes(),
+            ring_sessions=ring_sessions,
         )
         self._board.reports[self.node] = report
         self._mesh.post_all(report)
@@ -475,5 +483,5 @@ def _choose_interfaces(wanted: tuple[str, ...]) -> tuple[InterfaceChoice, ...]:
     return choose(gather(), wanted)
 
 
-def _no_meter() -> tuple[float, int]:
-    return 0.0, 0
+def _no_meter() -> tuple[float, int, tuple[int, ...]]:
+    return 0.0, 0, ()

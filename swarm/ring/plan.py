@@ -1,28 +1,28 @@
-"""From a model and what members offer to stages: pure, deterministic, never above what a node advertised.
+"""From a model and what members offer to rings: pure, deterministic, never above what a node advertised.
 
-It minimises the *bottleneck*, the largest compute plus hop time of a stage: a saturated pipeline gives one token
-per bottleneck. Two things bound it: one user's token time is at most `MAX_SLOWDOWN` times that of the best PC alone,
-and a further stage must bring at least `MIN_GAIN` of what one more equal PC without hops would bring. So equal PCs on a
-LAN share the layers evenly, and a PC that would slow the others down is a spare.
+`split` finds the best ring of some PCs. PCs that it leaves over make a further ring by the same rules and with the
+same promise of KV, as long as one fits that is not much slower. And sometimes shorter rings beat one long ring:
 
-Where the layers fit is `fit`'s part, in bytes; this module chooses.
+A segment of r rows takes t(r) of compute, over N equal stages t(r)/N each and a hop h. With U users a ring is full:
+N segments of r = U/N rows are under way, and U tokens take t(r) + N·h. The same PCs as R rings have the same r and take
+t(r) + N/R·h: they save hops and nothing else, and hold the model R times. So loads are compared at r = 1, a user for
+each PC, where a ring gives one token per bottleneck. A user alone gains the same hops without speculation; with it,
+drafts keep up to N segments of the one answer under way, which only a long ring can run at once. That is the common
+case, so shorter rings must be `CLEARLY_BETTER`.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import permutations
+from collections.abc import Sequence
+from dataclasses import replace
 from math import fsum
 
 from swarm.protocol import limits
 from swarm.protocol.errors import ProtocolError
-from swarm.protocol.ids import Epoch, NodeId
+from swarm.protocol.ids import Epoch
 from swarm.protocol.plan import Plan, Stage
-from swarm.ring.fit import Load, ModelShape, arrange, fitting_order, shortfall
-
-__all__ = ["ModelShape", "Offer", "Prediction", "check_plan", "make_plan", "predict"]
+from swarm.ring.fit import Load, ModelShape, shortfall
+from swarm.ring.split import TIE, Offer, Prediction, Problem, Ring, best_ring, forecast, quantized_speeds
 
 KV_PROMISES = ((4, 4096), (2, 4096), (1, 4096), (1, 2048))
 """(sessions, tokens of each), largest first: KV cache set aside. The last is the least worth starting with."""
@@ -30,64 +30,19 @@ KV_PROMISES = ((4, 4096), (2, 4096), (1, 4096), (1, 2048))
 PROMISE_COST = 1.25
 """A larger promise may make the bottleneck this much longer: more room is not worth a far slower ring."""
 
-MAX_SLOWDOWN = 2.0
-"""One user's token through the ring takes at most this many times as long as on the best PC alone."""
+RING_SLOWDOWN = 2.0
+"""A token through a further ring takes at most this many times as long as through the first: on a slower one a session
+would be worse off than sharing a stage of the first with another."""
 
-MIN_GAIN = 0.25
-"""Going from j to k stages must make the ring faster by at least this share of the ideal k/j - 1."""
+CLEARLY_BETTER = 1.5
+"""Shorter rings must together be so many times as fast as the plan of the longest. Below that, what drafts gain on a
+long ring and the memory of the copies weigh more."""
 
-SPEED_STEP = 1.25
-"""Speeds are noisy measurements: PCs within this factor of each other count as equal and get equal shares."""
-
-HOP_OVERHEAD_MS = 0.5
-"""Our own part of a hop beside the wire: framing, two event loops, waking the inference thread."""
-
-UNKNOWN_SPEED = 1e9
-"""Bytes per second of a node without a measurement, where no other node has one: a slow laptop."""
-
-TIE = 1.03
-"""Bottlenecks within this factor are the same; then the plan that moves the fewest layers is taken."""
-
-EXHAUSTIVE_NODES = 4
-"""Up to this many nodes every subset in every order is tried (64 of them); beyond, the best k by share."""
-
-PRECISION = 1e-3
-"""The bottleneck is searched to this share of itself, far below the noise."""
+MAX_RINGS = 16
+"""Bounds the time of planning: each is searched for. More PCs that hold a model alone stay spares."""
 
 MAX_EPOCH_NUMBER = 2**48
 """No honest swarm gets here; a peer that names a larger one would end all planning."""
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """What one node brings."""
-
-    node: NodeId
-    name: str
-    memory_bytes: int
-    device: str
-    speed: float
-    """Weight bytes per second in a decode step; 0 where it was not measured."""
-    round_trip_ms: float = 0.0
-    """Median to the other nodes; 0 where it was not measured."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """What a row of stages will do."""
-
-    bottleneck_ms: float
-    """Largest compute plus hop of a stage; its inverse is the saturated rate."""
-    token_ms: float
-    """One user, one token: all compute and all hops, the one back to the coordinator included."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    stages: tuple[Stage, ...]
-    prediction: Prediction
-    moved: int
-    """Layers that a node would have to get because the previous plan gave it others."""
 
 
 def make_plan(
@@ -108,9 +63,8 @@ def make_plan(
     if draft_bytes and plan.stages:
         less = [replace(offer, memory_bytes=max(0, offer.memory_bytes - draft_bytes)) for offer in offers]
         roomy = _make_plan(model, less, epoch, previous, remark)
-        before, after = (predict(model, offers, found.stages) for found in (plan, roomy))
-        enough = roomy.kv_tokens >= plan.kv_tokens
-        if before and after and enough and after.bottleneck_ms <= before.bottleneck_ms * PROMISE_COST:
+        before, after = (rate(model, offers, found) for found in (plan, roomy))
+        if before and after and roomy.kv_tokens >= plan.kv_tokens and after * PROMISE_COST >= before:
             return roomy
     return plan
 
@@ -119,24 +73,71 @@ def _make_plan(model: ModelShape, offers: Sequence[Offer], epoch: Epoch, previou
     offers = sorted(offers, key=lambda offer: offer.node)[: limits.MAX_STAGES]
     order = _stable_order(offers, previous)
     speeds = quantized_speeds(order)
-    feasible: list[tuple[int, _Candidate]] = []
+    feasible: list[tuple[Problem, Ring]] = []
     for tokens in _promises(model.context_tokens):
-        best = _best(_Problem(model, Load.of(model, tokens), order, speeds, previous))
+        problem = Problem(model, tokens, Load.of(model, tokens), order, speeds, previous)
+        best = best_ring(problem, limits.MAX_STAGES)
         if best is not None:
-            feasible.append((tokens, best))
+            feasible.append((problem, best))
     if not feasible:
         missing = shortfall(Load.of(model, _promises(model.context_tokens)[-1]), [o.memory_bytes for o in offers])
         note = _with(f"the swarm lacks {_size(missing)} of memory for this model", remark)
         return Plan(epoch, model.manifest, missing_bytes=missing, note=note)
-    limit = min(candidate.prediction.bottleneck_ms for _, candidate in feasible) * PROMISE_COST
-    tokens, chosen = next((t, c) for t, c in feasible if c.prediction.bottleneck_ms <= limit)
-    note = _with(_note(chosen.stages, offers, len(model.layer_bytes)), remark)
-    token_ms = round(chosen.prediction.token_ms, 3)
-    return Plan(epoch, model.manifest, chosen.stages, tokens, predicted_token_ms=token_ms, note=note)
+    limit = min(ring.prediction.bottleneck_ms for _, ring in feasible) * PROMISE_COST
+    problem, first = next((p, ring) for p, ring in feasible if ring.prediction.bottleneck_ms <= limit)
+    longest = _with_further(problem, first, limits.MAX_STAGES)
+    rings = _shorter(problem, longest) or longest
+    times = tuple(round(ring.prediction.token_ms, 3) for ring in rings)
+    note = _with(_note(rings, longest, offers, len(model.layer_bytes)), remark)
+    stages = tuple(stage for ring in rings for stage in ring.stages)
+    return Plan(
+        epoch, model.manifest, stages, problem.kv_tokens, predicted_token_ms=times[0], note=note, ring_token_ms=times
+    )
+
+
+def _with_further(problem: Problem, first: Ring, most: int) -> list[Ring]:
+    """`first`, and rings of at most `most` stages of the PCs that it and those before leave over."""
+    rings, ring = [], first
+    while ring.prediction.token_ms <= first.prediction.token_ms * RING_SLOWDOWN:
+        rings.append(ring)
+        problem = problem.without(ring)
+        found = best_ring(problem, most) if len(rings) < MAX_RINGS else None
+        if found is None:
+            break
+        ring = found
+    return rings
+
+
+def _shorter(problem: Problem, longest: Sequence[Ring]) -> list[Ring]:
+    """Rings that are clearly better than those of `longest`, half as long, a quarter, …; none where there are none."""
+    chosen: list[Ring] = []
+    needed = _rate(longest) * CLEARLY_BETTER
+    ideal = fsum(problem.speeds) / max(1, problem.load.compute_total) / 1e3
+    most = len(longest[0].stages) // 2
+    while most and needed <= ideal:
+        first = best_ring(problem, most)
+        if first is not None and first.prediction.token_ms <= longest[0].prediction.token_ms:
+            rings = _with_further(problem, first, most)
+            if _rate(rings) >= needed:
+                chosen, needed = rings, _rate(rings) * TIE
+        most //= 2
+    return chosen
+
+
+def _rate(rings: Sequence[Ring]) -> float:
+    """Tokens per millisecond with a user for each PC."""
+    return fsum(1 / max(ring.prediction.bottleneck_ms, 1e-9) for ring in rings)
+
+
+def rate(model: ModelShape, offers: Sequence[Offer], plan: Plan) -> float | None:
+    """Tokens per second of `plan` on `offers` with a user for each PC; None as in `predict`."""
+    predictions = [predict(model, offers, stages) for stages in plan.rings]
+    found = [1e3 / max(p.bottleneck_ms, 1e-9) for p in predictions if p is not None]
+    return fsum(found) if found and len(found) == len(predictions) else None
 
 
 def predict(model: ModelShape, offers: Sequence[Offer], stages: Sequence[Stage]) -> Prediction | None:
-    """What `stages` would do on `offers`; None where a stage's node is not among them or no longer has the memory."""
+    """What a ring of `stages` would do on `offers`; None where one of its nodes is gone or lacks the memory."""
     by_node = {offer.node: offer for offer in offers}
     if not stages or any(s.node not in by_node or s.bytes > by_node[s.node].memory_bytes for s in stages):
         return None
@@ -146,7 +147,7 @@ def predict(model: ModelShape, offers: Sequence[Offer], stages: Sequence[Stage])
     last = len(stages) - 1
     used = [by_node[stage.node] for stage in stages]
     compute = [load.compute(s.start, s.end, i == last) / speed[s.node] * 1e3 for i, s in enumerate(stages)]
-    return _prediction(used, compute)
+    return forecast(used, compute)
 
 
 def check_plan(plan: Plan) -> None:
@@ -161,211 +162,22 @@ def check_plan(plan: Plan) -> None:
         problem = "a node with two stages"
     elif any(stage.start >= stage.end or stage.bytes < 0 for stage in stages):
         problem = "an empty stage"
-    elif stages and [stage.start for stage in stages] != [0, *(stage.end for stage in stages[:-1])]:
+    elif [stage.start for stage in stages] != _starts(stages):
         problem = f"ranges {[(stage.start, stage.end) for stage in stages]}"[:200]
+    elif plan.ring_token_ms and len(plan.ring_token_ms) != len(plan.rings):
+        problem = f"{len(plan.ring_token_ms)} times for {len(plan.rings)} rings"
     elif stages and plan.model is None:
         problem = "stages of no model"
-    elif min(plan.kv_tokens, plan.missing_bytes) < 0:
+    elif min(plan.kv_tokens, plan.missing_bytes, *plan.ring_token_ms) < 0:
         problem = "a negative size"
     if problem:
-        raise ProtocolError("bad plan", expected="stages that cover every layer once", found=problem)
+        raise ProtocolError("bad plan", expected="rings that cover every layer once", found=problem)
 
 
-def quantized_speeds(offers: Sequence[Offer]) -> list[float]:
-    """Speeds in the order of `offers`, with those within `SPEED_STEP` of their group's fastest made equal.
-
-    Groups start at the fastest, so two PCs that differ by noise do not fall on two sides of a fixed step.
-    """
-    measured = [offer.speed for offer in offers if offer.speed > 0]
-    unknown = min(measured, default=UNKNOWN_SPEED)
-    raw = [offer.speed if offer.speed > 0 else unknown for offer in offers]
-    speeds = [0.0] * len(raw)
-    group: list[int] = []
-    for index in [*sorted(range(len(raw)), key=lambda i: -raw[i]), -1]:
-        if group and (index < 0 or raw[index] * SPEED_STEP < raw[group[0]]):
-            mean = fsum(raw[i] for i in sorted(group, key=lambda i: raw[i])) / len(group)
-            for member in group:
-                speeds[member] = mean
-            group = []
-        group.append(index)
-    return speeds
-
-
-@dataclass(frozen=True, slots=True)
-class _Problem:
-    """One KV promise on the nodes in their stable order; indices point into `offers` and `speeds`."""
-
-    model: ModelShape
-    load: Load
-    offers: Sequence[Offer]
-    speeds: Sequence[float]
-    previous: Plan | None
-
-    def work(self, order: Sequence[int], bottleneck_ms: float) -> list[float]:
-        """Bytes each node may stream with no stage above the bottleneck. A node's own link stands for its hop."""
-        hops = self.hops(order)
-        return [self.speeds[i] * (bottleneck_ms - hop) / 1e3 for i, hop in zip(order, hops, strict=True)]
-
-    def hops(self, order: Sequence[int]) -> list[float]:
-        return [_own_hop(self.offers[i]) for i in order] if len(order) > 1 else [0.0]
-
-
-def _best(problem: _Problem) -> _Candidate | None:
-    rescue = fitting_order(problem.load, [offer.memory_bytes for offer in problem.offers])
-    if rescue is None:
-        return None
-    by_count: dict[int, list[_Candidate]] = {}
-    for order in _orders(problem, rescue):
-        candidate = _balanced(problem, order)
-        if candidate is not None:
-            by_count.setdefault(len(candidate.stages), []).append(candidate)
-    alone = min((c.prediction.token_ms for c in by_count.get(1, ())), default=float("inf"))
-    chosen: _Candidate | None = None
-    for count in sorted(by_count):
-        allowed = [c for c in by_count[count] if c.prediction.token_ms <= alone * MAX_SLOWDOWN]
-        if not allowed:
-            continue
-        fastest = min(c.prediction.bottleneck_ms for c in allowed)
-        tied = [c for c in allowed if c.prediction.bottleneck_ms <= fastest * TIE]
-        best = min(tied, key=lambda c: c.moved)
-        needed = 1 + MIN_GAIN * (count / len(chosen.stages) - 1) if chosen else 0.0
-        if chosen is None or best.prediction.bottleneck_ms * needed <= chosen.prediction.bottleneck_ms:
-            chosen = best
-    return chosen
-
-
-def _orders(problem: _Problem, rescue: Sequence[int]) -> Iterator[Sequence[int]]:
-    """Rows of nodes worth trying, those in the stable order first. `rescue` is known to fit."""
-    nodes = range(len(problem.offers))
-    if len(nodes) <= EXHAUSTIVE_NODES:
-        for count in range(1, len(nodes) + 1):
-            yield from permutations(nodes, count)
-        return
-    for index in nodes:
-        yield (index,)
-    for count in _counts(min(len(nodes), len(problem.model.layer_bytes))):
-        yield _most_useful(problem, count)
-    yield rescue
-
-
-def _counts(most: int) -> list[int]:
-    """Numbers of stages to try, from 2: each up to 16, then in steps of an eighth, and all."""
-    counts = list(range(2, min(most, 16) + 1))
-    while counts and counts[-1] < most:
-        counts.append(min(most, counts[-1] + counts[-1] // 8))
-    return counts
-
-
-def _most_useful(problem: _Problem, count: int) -> list[int]:
-    """The `count` nodes that together cover the model with the smallest bottleneck, layers taken as divisible."""
-    load, nodes = problem.load, range(len(problem.offers))
-    memory, compute = max(1, load.memory[-1]), max(1, load.compute_total)
-    room = [max(0, offer.memory_bytes - load.workspace) / memory for offer in problem.offers]
-    rate = [speed / compute / 1e3 for speed in problem.speeds]
-    hops = [_own_hop(offer) for offer in problem.offers]
-
-    def shares(bottleneck_ms: float) -> list[float]:
-        return [min(room[i], rate[i] * max(0.0, bottleneck_ms - hops[i])) for i in nodes]
-
-    high = max(1 / rate[i] + hops[i] for i in nodes)
-    low = 0.0
-    while high - low > high * PRECISION:
-        middle = (low + high) / 2
-        low, high = (low, middle) if fsum(heapq.nlargest(count, shares(middle))) >= 1 else (middle, high)
-    best = shares(high)
-    # Such a row may still not fit: embedding, head and whole layers are not in the shares.
-    return sorted(sorted(nodes, key=lambda i: (-best[i], i))[:count])
-
-
-def _balanced(problem: _Problem, order: Sequence[int]) -> _Candidate | None:
-    """The row `order` with its layers split for the smallest bottleneck; None where it cannot hold them.
-
-    Nodes may remain without a layer. Where the row does not fit, the one that suits embedding and head best is tried.
-    """
-    load, memory = problem.load, [problem.offers[i].memory_bytes for i in order]
-    if arrange(load, memory) is None:
-        order = _roomy_ends(problem, order)
-        memory = [problem.offers[i].memory_bytes for i in order]
-        if arrange(load, memory) is None:
-            return None
-    speed = fsum(problem.speeds[i] for i in order)
-    # Nobody waits and nothing is indivisible: no split of this row is faster.
-    low = high = load.compute_total / speed * 1e3
-    step, split = high * PRECISION, None
-    while split is None:
-        low, high, step = high, high + step, step * 2
-        split = arrange(load, memory, problem.work(order, high))
-    while high - low > high * PRECISION:
-        middle = (low + high) / 2
-        tighter = arrange(load, memory, problem.work(order, middle))
-        if tighter is None:
-            low = middle
-        else:
-            high, split = middle, tighter
-    used = [order[index] for index, _, _ in split]
-    ranges = [(start, end) for _, start, end in split]
-    bounds = [problem.work(order, high)[index] for index, _, _ in split]
-    return _candidate(problem, used, _evened(problem, used, bounds) or ranges)
-
-
-def _roomy_ends(problem: _Problem, order: Sequence[int]) -> list[int]:
-    """`order` with the two largest nodes at its ends: the first stage holds the embedding, the last the head."""
-    large = sorted(order, key=lambda i: (-problem.offers[i].memory_bytes, i))[:2]
-    return [*large[1:], *(i for i in order if i not in large), large[0]]
-
-
-def _evened(problem: _Problem, used: Sequence[int], bounds: Sequence[float]) -> list[tuple[int, int]] | None:
-    """The same row with every stage near its share of the work, where that keeps to memory and the same `bounds`.
-
-    `arrange` fills from the front, which would leave the remainder to the last stage.
-    """
-    load, last = problem.load, len(used) - 1
-    ranges: list[tuple[int, int]] = []
-    start = 0
-    for position, node in enumerate(used[:-1]):
-        share = problem.speeds[node] / fsum(problem.speeds[i] for i in used[position:])
-        target = load.compute(start, load.layers, True) * share
-        end = start + 1
-        while end < load.layers - (last - position):
-            short, long = target - load.compute(start, end, False), load.compute(start, end + 1, False) - target
-            if long > short:
-                break
-            end += 1
-        ranges.append((start, end))
-        start = end
-    ranges.append((start, load.layers))
-    fits = all(
-        load.fits(problem.offers[node].memory_bytes, bound, start, end)
-        for node, bound, (start, end) in zip(used, bounds, ranges, strict=True)
-    )
-    return ranges if fits else None
-
-
-def _candidate(problem: _Problem, used: Sequence[int], ranges: Sequence[tuple[int, int]]) -> _Candidate:
-    load = problem.load
-    stages = []
-    compute = []
-    for index, (start, end) in zip(used, ranges, strict=True):
-        offer = problem.offers[index]
-        stages.append(Stage(offer.node, offer.name, start, end, offer.device, load.stage_memory(start, end)))
-        compute.append(load.compute(start, end, end == load.layers) / problem.speeds[index] * 1e3)
-    prediction = _prediction([problem.offers[index] for index in used], compute)
-    return _Candidate(tuple(stages), prediction, _moved(stages, problem.previous))
-
-
-def _prediction(used: Sequence[Offer], compute_ms: Sequence[float]) -> Prediction:
-    """The coordinator is taken to sit at the first stage: any node may be one."""
-    hops = [0.0]
-    if len(used) > 1:
-        following = [*used[1:], used[0]]
-        hops = [max(_own_hop(a), _own_hop(b)) for a, b in zip(used, following, strict=True)]
-    bottleneck = max(c + h for c, h in zip(compute_ms, hops, strict=True))
-    return Prediction(bottleneck, fsum(compute_ms) + fsum(hops))
-
-
-def _own_hop(offer: Offer) -> float:
-    """Milliseconds one way over this node's link."""
-    return max(0.0, offer.round_trip_ms) / 2 + HOP_OVERHEAD_MS
+def _starts(stages: Sequence[Stage]) -> list[int]:
+    """Where the stages of a plan must start, as they end: at 0, and at 0 again behind the last layer."""
+    last = stages[-1].end if stages else 0
+    return [0, *(0 if stage.end == last else stage.end for stage in stages[:-1])][: len(stages)]
 
 
 def _stable_order(offers: Sequence[Offer], previous: Plan | None) -> list[Offer]:
@@ -374,25 +186,19 @@ def _stable_order(offers: Sequence[Offer], previous: Plan | None) -> list[Offer]
     return sorted(offers, key=lambda offer: (place.get(offer.node, len(place)), offer.node))
 
 
-def _moved(stages: Sequence[Stage], previous: Plan | None) -> int:
-    moved = 0
-    for stage in stages:
-        old = previous.stage_of(stage.node) if previous else None
-        kept = max(0, min(stage.end, old.end) - max(stage.start, old.start)) if old else 0
-        moved += stage.end - stage.start - kept
-    return moved
-
-
 def _promises(context_tokens: int) -> list[int]:
     """Positions of KV cache to try, largest first, no session longer than the model's context."""
     totals = {sessions * min(tokens, context_tokens) for sessions, tokens in KV_PROMISES}
     return sorted(totals, reverse=True)
 
 
-def _note(stages: Sequence[Stage], offers: Sequence[Offer], layers: int) -> str:
-    used = {stage.node for stage in stages}
+def _note(rings: Sequence[Ring], longest: Sequence[Ring], offers: Sequence[Offer], layers: int) -> str:
+    used = {stage.node for ring in rings for stage in ring.stages}
     spares = [offer.name for offer in offers if offer.node not in used]
-    if len(stages) > 1:
+    stages = rings[0].stages
+    if len(rings) > 1:
+        text = _note_of_several(rings, longest)
+    elif len(stages) > 1:
         text = f"{len(stages)} PCs share {layers} layers"
     elif spares:
         text = f"{stages[0].name} runs alone: a ring would be slower"
@@ -400,8 +206,21 @@ def _note(stages: Sequence[Stage], offers: Sequence[Offer], layers: int) -> str:
         text = f"one PC holds all {layers} layers"
     if not spares:
         return text
-    shown = ", ".join(spares[:3]) + (f" and {len(spares) - 3} more" if len(spares) > 3 else "")
-    return f"{text}; {'spare' if len(spares) == 1 else 'spares'}: {shown}"
+    return f"{text}; {'spare' if len(spares) == 1 else 'spares'}: {_listed(spares)}"
+
+
+def _note_of_several(rings: Sequence[Ring], longest: Sequence[Ring]) -> str:
+    sizes = sorted({len(ring.stages) for ring in rings})
+    if sizes == [1]:
+        return f"{len(rings)} rings: each of {len(rings)} PCs holds the model, a longer ring would be slower"
+    text = f"{len(rings)} rings of {' to '.join(str(size) for size in sorted({sizes[0], sizes[-1]}))} PCs"
+    if rings is longest:
+        return f"{text}: the PCs that the first leaves over take answers too"
+    return f"{text}: fewer hops, {_rate(rings) / _rate(longest):.1f} times as fast as rings of {len(longest[0].stages)}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _with(note: str, remark: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from swarm.protocol.ids import NodeId
@@ -25,6 +26,16 @@ class RingListener(Protocol):
         """A stage did not run one of our segments."""
 
 
+@dataclass(frozen=True, slots=True)
+class RingLoad:
+    """What this node knows of one ring of the plan in force."""
+
+    sessions: int = 0
+    """That other nodes run on it, by the last word of each."""
+    round_trip_ms: float = 0.0
+    """To its first stage; 0 where that is here, or was not measured."""
+
+
 class RingPort(Protocol):
     @property
     def node(self) -> NodeId:
@@ -33,6 +44,9 @@ class RingPort(Protocol):
     @property
     def plan(self) -> Plan:
         """The plan in force; `plan.NO_PLAN` before the first."""
+
+    def loads(self) -> tuple[RingLoad, ...]:
+        """Of each ring of the plan in force."""
 
     async def send(self, to: NodeId, message: Message) -> None:
         """Hand `message` to a node, ourselves included. Waits for room in the link's queue.

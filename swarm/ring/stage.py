@@ -172,16 +172,16 @@ class StageHost:
 
     async def activate(self, plan: Plan, group: TaskGroup) -> None:
         """Cut over to our stage of `plan`; the worker runs in `group`. Raises `ModelError` where it is not prepared."""
-        stage = plan.stage_of(self.node)
+        stage, ring = plan.stage_of(self.node), plan.ring_of(self.node)
         await self._stop_worker()
-        if stage is None:
+        if stage is None or ring is None:
             raise ModelError("a plan without a stage for this node", found=f"epoch {plan.epoch}")
         if self._prepared is not None and self._prepared.serves(plan, stage):
             await self._close(self._serving)
             self._serving, self._prepared = self._prepared, None
         if self._serving is None or not self._serving.serves(plan, stage):
             raise ModelError("a plan came into force that was not prepared here", found=f"epoch {plan.epoch}")
-        self.worker = StageWorker(self.node, plan, self._serving.engine, self._send)
+        self.worker = StageWorker(self.node, plan.ring(ring), self._serving.engine, self._send)
         self._stop, self._stopped = anyio.CancelScope(), anyio.Event()
         group.start_soon(self._run_worker, self.worker, self._stop, self._stopped)
 

@@ -31,6 +31,7 @@ from swarm.ui.rows import (
     Row,
     columns,
     fit,
+    groups,
     headings,
     others,
     progress,
@@ -75,7 +76,8 @@ def lines(snapshot: Snapshot, width: int, height: int | None = None) -> list[Tex
     if answers and not compact:
         answers += _drafts(snapshot, width)
     top = [*_head(snapshot, width, compact), *_alert(snapshot, plan, width)]
-    heading = [headings(grid, len(plan.stages))] if plan.stages else []
+    rings = groups(plan)
+    heading = [headings(grid, rings[0], len(rings) == 1 and rings[0].last == 1)] if rings else []
     room = 10**6 if height is None else height - len(top) - len(heading) - len(answers)
     shares = deal(room, [len(block) for block in blocks])
     shown = [_cut(*block) for block in zip(blocks, shares, _NOUNS, strict=True)]
@@ -125,7 +127,8 @@ def _cut(rows: list[Row], share: int, noun: str) -> list[Text]:
     if share == 1 and rows[order[0]].important:
         return [rows[order[0]].line]
     kept = sorted(order[: share - 1])
-    more = _text(f"   +{len(rows) - len(kept)} more {noun}", QUIET)
+    left = sum(not row.heading for index, row in enumerate(rows) if index not in kept)
+    more = _text(f"   +{left} more {noun}", QUIET)
     return [*(rows[i].line for i in kept), more]
 
 

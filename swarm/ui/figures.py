@@ -171,5 +171,6 @@ def layers(start: int, end: int) -> str:
 
 
 def stages(plan: Plan) -> str:
-    """``PC-1 [0, 10) PC-2 [10, 20)``."""
-    return " ".join(f"{clean(stage.name)} {layers(stage.start, stage.end)}" for stage in plan.stages)
+    """``PC-1 [0, 10) PC-2 [10, 20) | PC-3 [0, 20)``: a bar between two rings."""
+    rings = (" ".join(f"{clean(stage.name)} {layers(stage.start, stage.end)}" for stage in ring) for ring in plan.rings)
+    return " | ".join(rings)

@@ -9,7 +9,7 @@ from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
 from swarm.protocol.messages import MemberState, Phase
-from swarm.protocol.plan import Plan
+from swarm.protocol.plan import Plan, Stage
 from swarm.protocol.snapshot import MemberView, Snapshot
 from swarm.ui import figures
 
@@ -58,6 +58,8 @@ class Row:
 
     line: Text
     important: bool = False
+    heading: bool = False
+    """Not one of what the section lists."""
 
 
 def fit(text: str, width: int) -> str:
@@ -122,11 +124,44 @@ def columns(snapshot: Snapshot, plan: Plan, width: int) -> Columns:
     return Columns(track, layers, name, device, memory, step, hop, queue, gap)
 
 
-def headings(c: Columns, stages: int) -> Text:
+@dataclass(frozen=True, slots=True)
+class Group:
+    """What stands under one heading: a ring; or rings one behind the other in which a single PC holds the model."""
+
+    first: int
+    """The first ring's number for people, from 1."""
+    last: int
+    stages: tuple[Stage, ...]
+
+    @property
+    def count(self) -> str:
+        return "1 PC each" if self.last > self.first else figures.count(len(self.stages), "stage")
+
+    def label(self, width: int) -> str:
+        """In full where that fits."""
+        if self.first == self.last:
+            return f"ring {self.first}"
+        full = f"rings {self.first} to {self.last}"
+        return full if len(full) <= width else f"{self.first} to {self.last}"
+
+
+def groups(plan: Plan) -> list[Group]:
+    found: list[Group] = []
+    for number, stages in enumerate(plan.rings, 1):
+        before = found[-1] if found else None
+        if before is not None and len(stages) == 1 and len(before.stages) == before.last - before.first + 1:
+            found[-1] = Group(before.first, number, before.stages + stages)
+        else:
+            found.append(Group(number, number, stages))
+    return found
+
+
+def headings(c: Columns, group: Group, alone: bool) -> Text:
+    """Over the first ring: what the columns are. `alone`: there is no other."""
     cells = [
-        Cell("ring", c.track, TITLE),
+        Cell("ring" if alone else group.label(c.track), c.track, TITLE),
         Cell("layers", c.layers, QUIET),
-        Cell(figures.count(stages, "stage"), c.name + 2, QUIET),
+        Cell(group.count, c.name + 2, QUIET),
         Cell("device", c.device, QUIET) if c.device >= 6 else Cell("dev", c.device, QUIET),
         Cell("memory", c.memory, QUIET, right=True),
         Cell("step", c.step, QUIET, right=True),
@@ -134,6 +169,12 @@ def headings(c: Columns, stages: int) -> Text:
         Cell("queue" if c.queue >= 5 else "que", c.queue, QUIET, right=True),
     ]
     return _row(cells, c)
+
+
+def _heading(c: Columns, group: Group) -> Text:
+    """Over every further ring."""
+    lead = c.track + c.gap + c.layers if c.track else c.layers
+    return _row([Cell(group.label(lead), lead, TITLE), Cell(group.count, c.name + 2, QUIET)], c)
 
 
 def _row(cells: Sequence[Cell], c: Columns) -> Text:
@@ -150,11 +191,20 @@ def _memory(used: int, advertised: int, c: Columns) -> Cell:
 
 
 def ring(snapshot: Snapshot, plan: Plan, c: Columns) -> list[Row]:
-    """The stages of `plan` in ring order."""
-    total = plan.stages[-1].end if plan.stages else 0
+    """The stages of `plan` in ring order; a further ring under its own heading."""
+    rows: list[Row] = []
+    for group in groups(plan):
+        if rows:
+            rows.append(Row(_heading(c, group), heading=True))
+        rows += _stages(snapshot, group.stages, c)
+    return rows
+
+
+def _stages(snapshot: Snapshot, stages: Sequence[Stage], c: Columns) -> list[Row]:
+    total = stages[-1].end
     members = {member.node: member for member in snapshot.members}
     rows = []
-    for stage in plan.stages:
+    for stage in stages:
         own = stage.node == snapshot.node
         member = members.get(stage.node)
         before, lit, after = figures.span(stage.start, stage.end, total, c.track)

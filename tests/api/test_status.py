@@ -41,6 +41,12 @@ def test_speculation_is_counted() -> None:
     assert (alone["draft"], alone["no_draft"]) == ("", "no draft model is known for SmolLM2-135M-Instruct")
 
 
+def test_stages_say_which_ring_they_are_in() -> None:
+    body = plain(CASES["rings"])
+    assert [stage["ring"] for stage in body["stages"]] == [0, 0, 0, 1, 2]
+    assert len(body["ring_token_ms"]) == 3
+
+
 def test_it_never_carries_the_pairing_code() -> None:
     assert "4821-7730" not in json.dumps(status(snapshot(code="4821-7730")))
 

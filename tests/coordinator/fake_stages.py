@@ -37,13 +37,15 @@ def plain_decode(prompt: Sequence[int], count: int) -> list[int]:
     return answer
 
 
-def make_plan(number: int, stages: int, kv_tokens: int = 0) -> Plan:
-    nodes = [NodeId(f"{number:016x}{index:016x}") for index in range(stages)]
+def make_plan(number: int, stages: int, kv_tokens: int = 0, rings: int = 1) -> Plan:
+    """`rings` of so many stages each; every one of them takes 10 ms a token."""
+    nodes = [NodeId(f"{number:016x}{index:016x}") for index in range(stages * rings)]
     return Plan(
         Epoch(number, NODE),
         MODEL,
-        tuple(Stage(node, node[-4:], i, i + 1, "CPU", 1) for i, node in enumerate(nodes)),
+        tuple(Stage(node, node[-4:], i % stages, i % stages + 1, "CPU", 1) for i, node in enumerate(nodes)),
         kv_tokens=kv_tokens,
+        ring_token_ms=(10.0,) * rings if stages else (),
     )
 
 

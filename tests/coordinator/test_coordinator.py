@@ -20,7 +20,7 @@ from swarm.protocol.errors import CapacityError, LinkClosedError, SessionError, 
 from swarm.protocol.ids import NodeId, is_session_id
 from swarm.protocol.messages import Adopt, Adopted, CloseSession, Drawn, Message, Refused, RowKind, Segment
 from swarm.protocol.plan import NO_PLAN, Plan
-from swarm.ring.port import RingListener
+from swarm.ring.port import RingListener, RingLoad
 from tests.coordinator.fake_stages import MODEL, NODE, FakeStages, make_plan, plain_decode
 
 pytestmark = pytest.mark.anyio
@@ -59,18 +59,27 @@ class FakeRing:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.node = NODE
-        self.stages = FakeStages(plan.epoch)
+        self._make_stages()
         self.sent: list[Segment] = []
         self.closed: set[tuple[NodeId, str]] = set()
         self.listener: RingListener | None = None
         self.link_error: LinkClosedError | None = None
         self.answers_adoptions = True
-        self._queue, self._work = anyio.create_memory_object_stream[Segment](100)
+        self.elsewhere: tuple[RingLoad, ...] = ()
+        self._queue, self._work = anyio.create_memory_object_stream[tuple[NodeId, Segment]](100)
         self._running = anyio.Event()
         self._running.set()
 
     def attach(self, listener: RingListener) -> None:
         self.listener = listener
+
+    def loads(self) -> tuple[RingLoad, ...]:
+        return self.elsewhere or (RingLoad(),) * len(self.plan.rings)
+
+    def _make_stages(self) -> None:
+        """Those of each ring, by the node of its first; `stages` are the first ring's."""
+        self.by_first = {stages[0].node: FakeStages(self.plan.epoch) for stages in self.plan.rings}
+        self.stages = next(iter(self.by_first.values()), FakeStages(self.plan.epoch))
 
     async def send(self, to: NodeId, message: Message) -> None:
         if self.link_error is not None:
@@ -81,21 +90,21 @@ class FakeRing:
         if isinstance(message, Adopt):
             assert self.listener is not None
             if self.answers_adoptions:
-                held = self.stages.adopt(message.session, message.tokens)
+                held = self.by_first[to].adopt(message.session, message.tokens)
                 self.listener.adopted(Adopted(message.session, message.epoch, held))
             return
         assert isinstance(message, Segment)
-        assert to == self.plan.stages[0].node
+        assert to in self.by_first
         assert is_session_id(message.session)
         self.sent.append(message)
-        await self._queue.send(message)
+        await self._queue.send((to, message))
 
     async def run(self) -> None:
         with self._queue, self._work:
-            async for segment in self._work:
+            async for to, segment in self._work:
                 await self._running.wait()
                 await anyio.lowlevel.checkpoint()
-                answer = self.stages.run(segment)
+                answer = self.by_first.get(to, self.stages).run(segment)
                 assert self.listener is not None
                 if isinstance(answer, Drawn):
                     self.listener.drawn(answer)
@@ -110,7 +119,7 @@ class FakeRing:
 
     def change_plan(self, plan: Plan) -> None:
         self.plan = plan
-        self.stages = FakeStages(plan.epoch)
+        self._make_stages()
         assert self.listener is not None
         self.listener.plan_changed(plan)
 
@@ -596,3 +605,79 @@ async def test_answers_at_once_are_bounded() -> None:
             with pytest.raises(CapacityError, match="too many answers"):
                 await collect(h.coordinator, ask("two"))
         await collect(h.coordinator, ask("three"))
+
+
+# --- several rings --------------------------------------------------------------------------------------------------
+
+
+def served(h: House) -> list[int]:
+    """Sessions that each ring holds something of."""
+    return [len(stages.caches) for stages in h.ring.by_first.values()]
+
+
+async def test_sessions_are_spread_over_the_rings_and_answer_alike() -> None:
+    async with house(make_plan(1, 2, rings=2)) as h:
+        requests = [ask(f"question {number}") for number in range(6)]
+        answers: dict[int, str] = {}
+
+        async def answer(number: int) -> None:
+            answers[number] = (await collect(h.coordinator, requests[number]))[0]
+
+        h.ring.hold()
+        async with anyio.create_task_group() as tasks:
+            for number in range(6):
+                tasks.start_soon(answer, number)
+            await until(lambda: h.coordinator.stats().running == 6)
+            assert h.coordinator.stats().ring_sessions == (3, 3)
+            h.ring.go_on()
+        assert [answers[number] for number in range(6)] == [expected(request) for request in requests]
+        assert served(h) == [3, 3]
+
+
+async def test_what_others_run_counts_too() -> None:
+    async with house(make_plan(1, 2, rings=2)) as h:
+        h.ring.elsewhere = (RingLoad(sessions=4), RingLoad())
+        for number in range(3):
+            await collect(h.coordinator, ask(f"question {number}"))
+        assert served(h) == [0, 3]
+
+
+async def test_the_next_turn_returns_to_its_ring() -> None:
+    async with house(make_plan(1, 1, rings=2)) as h:
+        h.ring.elsewhere = (RingLoad(sessions=2), RingLoad())
+        text, _, _ = await collect(h.coordinator, ask("a first question"))
+        h.ring.elsewhere = (RingLoad(), RingLoad(sessions=9))
+        again = ask("a first question", text, "and a second")
+        text, _, usage = await collect(h.coordinator, again)
+        assert usage.reused_tokens
+        assert served(h) == [0, 1]
+
+
+async def test_a_new_plan_places_running_sessions_anew() -> None:
+    async with house(make_plan(1, 2)) as h:
+        requests = [ask(f"question {number}", max_tokens=30) for number in range(4)]
+        answers: dict[int, str] = {}
+
+        async def answer(number: int) -> None:
+            answers[number] = (await collect(h.coordinator, requests[number]))[0]
+
+        h.ring.hold()
+        async with anyio.create_task_group() as tasks:
+            for number in range(4):
+                tasks.start_soon(answer, number)
+            await until(lambda: h.coordinator.stats().running == 4)
+            h.ring.change_plan(make_plan(2, 1, rings=2))
+            h.ring.go_on()
+            assert h.coordinator.stats().ring_sessions == (2, 2)
+        assert [answers[number] for number in range(4)] == [expected(request, 30) for request in requests]
+        assert served(h) == [2, 2]
+
+
+async def test_a_session_that_ends_is_closed_on_its_ring_alone() -> None:
+    plan = make_plan(1, 2, rings=2)
+    async with house(plan, CoordinatorLimits(idle=IdleLimits(sessions=0))) as h:
+        h.ring.elsewhere = (RingLoad(sessions=2), RingLoad())
+        await collect(h.coordinator, ask("a question"))
+        await until(lambda: bool(h.ring.closed))
+        await until_blocked()
+        assert {node for node, _ in h.ring.closed} == {stage.node for stage in plan.rings[1]}

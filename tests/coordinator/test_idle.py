@@ -62,11 +62,24 @@ def test_the_oldest_falls_out_and_old_ones_expire() -> None:
 def test_the_oldest_give_way_until_the_rest_fit() -> None:
     pool = IdlePool(IdleLimits())
     one, two, three = kept(1, range(20)), kept(2, range(30)), kept(3, range(40))
+    plan = one.plan
     for session in (one, two, three):
         pool.put(session, 0.0)
-    assert pool.shrink(90) == []
-    assert pool.shrink(89) == [one]
+    assert pool.shrink(90, plan) == []
+    assert pool.shrink(89, plan) == [one]
     assert pool.holds(two.id)
-    assert pool.shrink(40) == [two]
-    assert pool.shrink(-5) == [three]
+    assert pool.shrink(40, plan) == [two]
+    assert pool.shrink(-5, plan) == [three]
     assert not pool.holds(three.id)
+
+
+def test_only_those_on_the_same_ring_give_way() -> None:
+    pool = IdlePool(IdleLimits())
+    one, two, three = kept(1, range(20)), kept(2, range(30)), kept(3, range(40))
+    rings = make_plan(1, 1, rings=2)
+    one.plan, two.plan, three.plan = rings.ring(0), rings.ring(1), rings.ring(0)
+    for session in (one, two, three):
+        pool.put(session, 0.0)
+    assert pool.shrink(40, rings.ring(0)) == [one]
+    assert pool.shrink(0, rings.ring(0)) == [three]
+    assert pool.holds(two.id)

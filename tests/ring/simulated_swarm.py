@@ -103,7 +103,7 @@ class Node:
         for other, link in list(self.links.items()):
             peer = self.world.nodes[other]
             if peer.up and peer.links.get(self.id) is link and self.world.reaches(self, peer):
-                peer.meet(ev.Heard(self.id, 0.5))
+                peer.meet(ev.Heard(self.id, self.world.round_trip_ms))
         self.world.after(self.world.beat_s, self.beat, life)
         self.world.rediscover(self)
 
@@ -252,6 +252,7 @@ class World:
         self.tick_s = 0.25
         self.beat_s = 1.0
         self.acquire_s = 4.0
+        self.round_trip_ms = 0.5
         self.prepare_failures = 0.0
         self.slowest_prepare_s = 3.0
         self.plans: dict[Epoch, Plan] = {}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from swarm.protocol.ids import NO_EPOCH, NodeId
+from dataclasses import replace
+
+from swarm.protocol.ids import NO_EPOCH, Epoch, NodeId
+from swarm.protocol.limits import MAX_SESSIONS_PER_STAGE
 from swarm.protocol.messages import Member, MemberState, Phase, Progress, StageReport
 from swarm.ring.board import NOTICES_KEPT, Board
 
@@ -57,3 +60,15 @@ def test_notices_are_kept_once_in_a_row_and_not_for_ever() -> None:
         board.notice(str(number))
     assert len(board.notices) == NOTICES_KEPT
     assert board.notices[-1] == "99"
+
+
+def test_sessions_on_a_ring_are_those_of_the_others_in_this_epoch() -> None:
+    nodes = [NodeId(f"{number:032x}") for number in range(5)]
+    told = [(2, 1), (1, 0), (), (-5, 10**9), (7, 7)]
+    reports = {n: replace(report(n, 1.0), ring_sessions=counts) for n, counts in zip(nodes, told, strict=True)}
+    reports[nodes[4]] = replace(reports[nodes[4]], epoch=Epoch(9, A))
+    board = Board(reports=reports)
+    assert board.sessions_on(NO_EPOCH, 0, besides=nodes[0]) == 1
+    assert board.sessions_on(NO_EPOCH, 0, besides=A) == 3
+    assert board.sessions_on(NO_EPOCH, 1, besides=A) == 1 + MAX_SESSIONS_PER_STAGE
+    assert board.sessions_on(NO_EPOCH, 2, besides=A) == 0

@@ -32,6 +32,7 @@ from swarm.ring.handshake import Credentials
 from swarm.ring.identity import load_or_create, next_incarnation
 from swarm.ring.node import RingNode
 from swarm.ring.pairing import OPEN_SECRET
+from swarm.ring.port import RingLoad
 from swarm.ring.supply import Model
 from tests.loopwatch import loopwatch
 from tests.model import gguf_files
@@ -87,7 +88,7 @@ class Pc:
             with self.scope:
                 async with anyio.create_task_group() as tasks:
                     await tasks.start(self.coordinator.run)
-                    await self.ring.run(lambda: (0.0, 0), task_status=task_status)
+                    await self.ring.run(lambda: (0.0, 0, ()), task_status=task_status)
                     tasks.cancel_scope.cancel()
         except BaseExceptionGroup as group:
             self.error = first_error(group)
@@ -219,6 +220,31 @@ async def test_three_form_serve_leave_and_crash(tmp_path: Path, ir: Path) -> Non
         assert written == undisturbed
         await one.until_spread_over(one)
         assert one.states()["three"] is MemberState.DEAD
+
+
+async def test_two_rings_answer_alike(tmp_path: Path, ir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A third PC of half the speed would have to take whole layers and hold the two up: it is a ring of its own."""
+    async with open_office(tmp_path, ir) as office:
+        one = await office.start("one", ir)
+        await one.until_spread_over(one)
+        answer = await one.answer()
+        one.coordinator._idle.clear()
+        two, three = await office.start("two"), await office.start("three", speed=0.55e5)
+        pcs = (one, two, three)
+        for pc in pcs:
+            plan = await pc.until_spread_over(*pcs)
+        assert [[stage.name for stage in stages] for stages in plan.rings] == [["one", "two"], ["three"]]
+        for pc in pcs:
+            for ring in range(2):
+                loads = [RingLoad(sessions=9), RingLoad(sessions=9)]
+                loads[ring] = RingLoad()
+                monkeypatch.setattr(pc.ring, "loads", lambda loads=loads: tuple(loads))
+                assert await pc.answer() == answer
+                (kept,) = pc.coordinator._idle.clear()
+                assert kept.plan == plan.ring(ring)
+        await two.crash()
+        await one.until_spread_over(one, three)
+        assert await one.answer() == await three.answer() == answer
 
 
 async def test_a_node_that_comes_back_is_the_same(tmp_path: Path, ir: Path) -> None:

@@ -8,25 +8,22 @@ from dataclasses import replace
 from itertools import combinations, pairwise, permutations
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from swarm.protocol.errors import ProtocolError
 from swarm.protocol.ids import BlobId, Epoch, NodeId
 from swarm.protocol.plan import NO_PLAN, Plan, Stage
 from swarm.ring.fit import Load, ModelShape
-from swarm.ring.plan import (
+from swarm.ring.plan import MAX_EPOCH_NUMBER, MAX_RINGS, RING_SLOWDOWN, check_plan, make_plan, predict, rate
+from swarm.ring.split import (
     HOP_OVERHEAD_MS,
-    MAX_EPOCH_NUMBER,
     MAX_SLOWDOWN,
     MIN_GAIN,
     PRECISION,
     SPEED_STEP,
     TIE,
     Offer,
-    check_plan,
-    make_plan,
-    predict,
     quantized_speeds,
 )
 
@@ -128,20 +125,32 @@ def test_a_far_slower_pc_serves_where_its_memory_is_needed() -> None:
     assert {stage.name: stage.end - stage.start for stage in plan.stages} == {"PC-1": 14, "PC-2": 14, "PC-7": 2}
 
 
-def test_a_pc_behind_a_slow_link_is_a_spare() -> None:
+def test_a_pc_behind_a_slow_link_is_a_ring_of_its_own() -> None:
     plan = make_plan(model(), [offer(1), offer(2), offer(3, round_trip_ms=80)], EPOCH)
-    assert [stage.name for stage in plan.stages] == ["PC-1", "PC-2"]
+    assert [[stage.name for stage in stages] for stages in plan.rings] == [["PC-1", "PC-2"], ["PC-3"]]
 
 
-def test_a_small_model_on_a_slow_network_runs_alone() -> None:
+def test_a_pc_behind_a_slow_link_is_a_spare_where_it_cannot_hold_the_model() -> None:
+    plan = make_plan(model(), [offer(1), offer(2), offer(3, memory=200 * MB, round_trip_ms=80)], EPOCH)
+    assert ranges(plan) == [("PC-1", 0, 15), ("PC-2", 15, 30)]
+    assert plan.note == "2 PCs share 30 layers; spare: PC-3"
+
+
+def test_a_small_model_on_a_slow_network_runs_alone_on_each() -> None:
     plan = make_plan(model(), [offer(i, round_trip_ms=50) for i in (1, 2, 3)], EPOCH)
-    assert ranges(plan) == [("PC-1", 0, 30)]
-    assert plan.note == "PC-1 runs alone: a ring would be slower; spares: PC-2, PC-3"
+    assert ranges(plan) == [("PC-1", 0, 30), ("PC-2", 0, 30), ("PC-3", 0, 30)]
+    assert plan.note == "3 rings: each of 3 PCs holds the model, a longer ring would be slower"
+    assert plan.ring_token_ms == (30.0, 30.0, 30.0)
 
 
-def test_alone_means_on_the_fastest() -> None:
+def test_alone_means_first_on_the_fastest() -> None:
     plan = make_plan(model(), [offer(1, round_trip_ms=50), offer(2, speed=15 * GB, round_trip_ms=50)], EPOCH)
-    assert ranges(plan) == [("PC-2", 0, 30)]
+    assert ranges(plan) == [("PC-2", 0, 30), ("PC-1", 0, 30)]
+
+
+def test_a_pc_that_holds_too_little_beside_one_that_runs_alone_is_a_spare() -> None:
+    plan = make_plan(model(), [offer(1, round_trip_ms=50), offer(2, memory=200 * MB, round_trip_ms=50)], EPOCH)
+    assert plan.note == "PC-1 runs alone: a ring would be slower; spare: PC-2"
 
 
 def test_a_large_model_on_a_slow_network_still_runs_where_nobody_holds_it_alone() -> None:
@@ -151,26 +160,97 @@ def test_a_large_model_on_a_slow_network_still_runs_where_nobody_holds_it_alone(
 
 def test_one_user_never_waits_more_than_twice_as_long_as_alone() -> None:
     """Twenty stages of 1 ms and 5 ms hops would saturate faster than fewer, but each token would take 120 ms."""
-    plan = make_plan(model(layers=20), [offer(i, round_trip_ms=9) for i in range(20)], EPOCH)
-    assert 1 < len(plan.stages) < 20
+    one_copy = [offer(i, memory=GB if i == 0 else 300 * MB, round_trip_ms=9) for i in range(20)]
+    plan = make_plan(model(layers=20), one_copy, EPOCH)
+    assert 1 < len(plan.ring(0).stages) < 20
     assert plan.predicted_token_ms <= MAX_SLOWDOWN * 20
 
 
 def test_more_pcs_than_layers_leave_spares() -> None:
-    plan = make_plan(model(layers=4, layer_bytes=100 * MB), [offer(i) for i in range(7)], EPOCH)
+    offers = [offer(i, memory=200 * MB) for i in range(7)]
+    plan = make_plan(model(layers=4, layer_bytes=100 * MB, kv=0), offers, EPOCH)
     assert sizes(plan) == [1, 1, 1, 1]
     assert plan.note.endswith("spares: PC-4, PC-5, PC-6")
 
 
 def test_many_spares_are_counted_not_listed() -> None:
-    plan = make_plan(model(layers=2, layer_bytes=GB), [offer(i) for i in range(9)], EPOCH)
+    offers = [offer(i, memory=1.2 * GB if i < 3 else GB // 2) for i in range(9)]
+    plan = make_plan(model(layers=2, layer_bytes=GB), offers, EPOCH)
     assert plan.note.endswith("and 4 more")
 
 
-def test_pcs_that_would_only_shrink_the_last_stage_stay_spare() -> None:
+def test_pcs_that_would_only_shrink_the_last_stage_make_a_ring_of_their_own() -> None:
     """With 30 layers, 16 to 29 equal PCs are no faster than 15: some stage has two layers anyway."""
     plan = make_plan(model(layer_bytes=100 * MB), [offer(i) for i in range(20)], EPOCH)
-    assert len(plan.stages) == 15
+    assert [len(stages) for stages in plan.rings] == [15, 5]
+    assert plan.note == "2 rings of 5 to 15 PCs: the PCs that the first leaves over take answers too"
+
+
+# --- several rings --------------------------------------------------------------------------------------------------
+
+
+def test_a_ring_that_is_much_slower_is_not_made() -> None:
+    """Three times as slow alone as the others together: with a second user on their ring nobody would be slower."""
+    plan = make_plan(model(), [offer(1), offer(2), offer(3, speed=3 * GB, round_trip_ms=80)], EPOCH)
+    assert plan.note == "2 PCs share 30 layers; spare: PC-3"
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 5, 6, 8])
+def test_equal_pcs_on_a_lan_stay_one_ring(count: int) -> None:
+    plan = make_plan(model(layers=30), [offer(i, speed=5 * GB) for i in range(count)], EPOCH)
+    assert len(plan.rings) == 1
+
+
+def test_shorter_rings_where_hops_cost_more_than_drafts_can_gain() -> None:
+    """Four stages of 7.5 ms and hops of 5 ms: 50 ms a token and one in 12.5 ms; four PCs alone one in 7.5 ms."""
+    offers = [offer(i, round_trip_ms=9) for i in range(4)]
+    plan = make_plan(model(), offers, EPOCH)
+    assert [len(stages) for stages in plan.rings] == [1, 1, 1, 1]
+    pairs = make_plan(model(kv=0), [replace(o, memory_bytes=200 * MB) for o in offers], EPOCH)
+    assert [len(stages) for stages in pairs.rings] == [4], "shorter ones, of two, are not clearly better"
+
+
+def test_shorter_rings_hold_the_same_promise_and_say_why() -> None:
+    offers = [offer(i, memory=180 * MB, round_trip_ms=30) for i in range(8)]
+    shape = model(layers=30, layer_bytes=10 * MB, kv=0)
+    plan = make_plan(shape, offers, EPOCH)
+    assert {len(stages) for stages in plan.rings} == {2}, plan.note
+    assert plan.kv_tokens == 4 * 4096
+
+
+def test_each_session_of_a_ring_sees_that_ring_alone() -> None:
+    plan = make_plan(model(), [offer(1), offer(2), offer(3, round_trip_ms=80)], EPOCH)
+    first, second = plan.ring(0), plan.ring(1)
+    assert first.stages + second.stages == plan.stages
+    assert (second.epoch, second.kv_tokens, second.predicted_token_ms) == (plan.epoch, plan.kv_tokens, 30.0)
+    assert second.rings == (second.stages,)
+    assert [plan.ring_of(node(i)) for i in (1, 2, 3, 4)] == [0, 0, 1, None]
+    assert plan.after(node(1)) == plan.stages[1]
+    assert plan.after(node(2)) is None, "the last of its ring"
+    assert plan.after(node(3)) is None
+
+
+def test_losing_a_pc_of_one_ring_leaves_the_other_its_layers() -> None:
+    offers = [offer(1), offer(2), offer(3, round_trip_ms=80)]
+    first = make_plan(model(), offers, EPOCH)
+    assert ranges(make_plan(model(), offers[:2], EPOCH, previous=first)) == ranges(first)[:2]
+    assert ranges(make_plan(model(), offers[1:], EPOCH, previous=first)) == [("PC-3", 0, 30), ("PC-2", 0, 30)]
+
+
+def test_the_rate_of_rings_is_their_sum() -> None:
+    offers = [offer(1), offer(2), offer(3, round_trip_ms=80)]
+    plan = make_plan(model(), offers, EPOCH)
+    rates = [rate(model(), offers, plan.ring(index)) for index in (0, 1)]
+    assert rates == pytest.approx([1e3 / 15.7, 1e3 / 30])
+    assert rate(model(), offers, plan) == pytest.approx(1e3 / 15.7 + 1e3 / 30)
+    assert rate(model(), offers[:2], plan) is None, "a ring that lost a PC does not stand"
+
+
+def test_many_equal_pcs_are_planned_at_once() -> None:
+    began = time.process_time()
+    plan = make_plan(model(), [offer(i, round_trip_ms=50) for i in range(200)], EPOCH)
+    assert len(plan.rings) == MAX_RINGS
+    assert time.process_time() - began < 5, "a fraction of a second where nothing else runs"
 
 
 def test_unmeasured_speed_counts_as_the_slowest_known() -> None:
@@ -289,6 +369,14 @@ def test_the_same_offers_give_the_same_plan_again() -> None:
     assert make_plan(model(), offers, EPOCH, previous=first).stages == first.stages
 
 
+@pytest.mark.parametrize("trip_ms", [0.4, 9.0, 80.0])
+def test_the_same_offers_give_the_same_rings_again(trip_ms: float) -> None:
+    offers = [offer(i, round_trip_ms=trip_ms if i > 2 else 0.4) for i in range(20)]
+    first = make_plan(model(), offers, EPOCH)
+    assert len(first.rings) > 1
+    assert make_plan(model(), offers, EPOCH, previous=first).stages == first.stages
+
+
 def test_losing_the_last_pc_moves_only_what_it_held() -> None:
     first = make_plan(model(), [offer(1), offer(2), offer(3)], EPOCH)
     second = make_plan(model(), [offer(1), offer(2)], EPOCH, previous=first)
@@ -374,7 +462,11 @@ def test_every_plan_keeps_the_promises(shape: ModelShape, offers: list[Offer]) -
     memory = {o.node: o.memory_bytes for o in offers}
     load = Load.of(shape, plan.kv_tokens)
     if plan.stages:
-        assert [layer for s in plan.stages for layer in s.layers] == list(range(len(shape.layer_bytes)))
+        for stages in plan.rings:
+            assert [layer for s in stages for layer in s.layers] == list(range(len(shape.layer_bytes)))
+        assert len(plan.rings) == len(plan.ring_token_ms) <= MAX_RINGS
+        assert plan.predicted_token_ms == plan.ring_token_ms[0]
+        assert max(plan.ring_token_ms) <= plan.predicted_token_ms * RING_SLOWDOWN + 1e-3
         assert plan.kv_tokens >= min(2048, shape.context_tokens)
         assert plan.missing_bytes == 0
     else:
@@ -390,6 +482,17 @@ def test_every_plan_keeps_the_promises(shape: ModelShape, offers: list[Offer]) -
 def test_the_order_of_offers_does_not_matter(shape: ModelShape, offers: list[Offer], rng: random.Random) -> None:
     shuffled = rng.sample(offers, len(offers))
     assert make_plan(shape, offers, EPOCH) == make_plan(shape, shuffled, EPOCH)
+
+
+@settings(max_examples=50)
+@given(MODELS, swarms(7))
+def test_several_rings_are_never_slower_than_the_first_alone(shape: ModelShape, offers: list[Offer]) -> None:
+    plan = make_plan(shape, offers, EPOCH)
+    first = rate(shape, offers, plan.ring(0)) if plan.rings else None
+    together = rate(shape, offers, plan)
+    assert (first is None) == (together is None) == (not plan.rings)
+    if first is not None and together is not None:
+        assert (together > first) == (len(plan.rings) > 1) == ("rings" in plan.note)
 
 
 @given(MODELS, swarms(11), st.data())
@@ -446,9 +549,9 @@ def test_small_swarms_get_the_best_split_there_is(shape: ModelShape, rows: list[
     assert bool(plan.stages) == bool(best)
     if not plan.stages:
         return
-    prediction = predict(shape, offers, plan.stages)
+    prediction = predict(shape, offers, plan.rings[0])
     assert prediction is not None
-    found, count = prediction.bottleneck_ms, len(plan.stages)
+    found, count = prediction.bottleneck_ms, len(plan.rings[0])
     slack = TIE * (1 + 2 * PRECISION)
     assert found <= best[count] * slack
     for other, time_ms in best.items():
@@ -475,6 +578,12 @@ def stage(number: int, start: int, end: int) -> Stage:
         (Plan(EPOCH, MANIFEST, (stage(1, 0, 5), stage(2, 4, 9))), "ranges"),
         (Plan(EPOCH, MANIFEST, (stage(1, 0, 5000),)), "5000"),
         (Plan(EPOCH, None, (stage(1, 0, 5),)), "no model"),
+        (Plan(EPOCH, MANIFEST, (stage(1, 0, 5), stage(2, 0, 6))), "ranges"),
+        (Plan(EPOCH, MANIFEST, (stage(1, 0, 6), stage(2, 0, 5))), "ranges"),
+        (Plan(EPOCH, MANIFEST, (stage(1, 0, 5), stage(2, 5, 9), stage(3, 5, 9))), "ranges"),
+        (Plan(EPOCH, MANIFEST, (stage(1, 0, 5), stage(2, 0, 5), stage(1, 0, 5))), "two stages"),
+        (Plan(EPOCH, MANIFEST, (stage(1, 0, 5),), ring_token_ms=(1.0, 2.0)), "2 times for 1 rings"),
+        (Plan(EPOCH, MANIFEST, (stage(1, 0, 5),), ring_token_ms=(-1.0,)), "negative"),
         (Plan(EPOCH, MANIFEST, (), kv_tokens=-1), "negative"),
     ],
 )
@@ -487,3 +596,4 @@ def test_plans_an_honest_proposer_makes_are_not() -> None:
     check_plan(NO_PLAN)
     check_plan(make_plan(model(), [offer(1), offer(2)], EPOCH))
     check_plan(make_plan(model(), [], EPOCH))
+    check_plan(Plan(EPOCH, MANIFEST, (stage(1, 0, 5), stage(2, 5, 9), stage(3, 0, 9), stage(4, 0, 2), stage(5, 2, 9))))

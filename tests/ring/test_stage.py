@@ -201,6 +201,17 @@ async def test_activate_serves(bench: Bench, host: StageHost, tasks: TaskGroup) 
     assert bench.sent[0][0] == B
 
 
+async def test_a_worker_sees_its_own_ring_alone(bench: Bench, host: StageHost, tasks: TaskGroup) -> None:
+    last = NodeId("c" * 32)
+    ring = (Stage(A, "a", 0, 3, "CPU", 1), Stage(last, "c", 3, 6, "CPU", 1))
+    both = Plan(Epoch(1, B), MODEL, (Stage(B, "b", 0, 6, "CPU", 1), *ring), 64, ring_token_ms=(10.0, 12.0))
+    await host.prepare(both, MANIFEST, [])
+    await host.activate(both, tasks)
+    assert host.worker is not None
+    assert host.worker.plan.stages == ring
+    assert host.worker.expected_sender(last) == last, "the coordinator, not the last stage of the other ring"
+
+
 async def test_the_same_layers_under_a_new_epoch_keep_their_engine(
     bench: Bench, host: StageHost, tasks: TaskGroup
 ) -> None:

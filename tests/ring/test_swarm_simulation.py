@@ -209,6 +209,40 @@ def test_memory_that_shrinks_below_the_stage_changes_the_plan() -> None:
     comes_to_rest(world, 30)
 
 
+def test_pcs_left_over_make_a_ring_and_losing_one_leaves_the_other() -> None:
+    """So fast that one alone beats a ring: the small two, who cannot, are the second one."""
+    world = World(16)
+    world.round_trip_ms = 0.0
+    large = world.add(5, speed=4e11)
+    small = [world.add(number, memory=600 * MB, speed=4e11) for number in (2, 7)]
+    comes_to_rest(world, 30)
+    plan = large.forming.plan
+    assert [[stage.node for stage in stages] for stages in plan.rings] == [[large.id], [node.id for node in small]]
+    world.crash(small[0])
+    comes_to_rest(world, 30)
+    assert [stage.node for stage in large.forming.plan.stages] == [large.id]
+    world.start(small[0])
+    comes_to_rest(world, 60)
+    assert len(large.forming.plan.rings) == 2
+    world.crash(large)
+    comes_to_rest(world, 30)
+    assert {stage.node for stage in small[0].forming.plan.stages} == {node.id for node in small}
+    assert len(small[0].forming.plan.rings) == 1
+
+
+def test_a_pc_that_cannot_prepare_its_ring_leaves_the_others_theirs() -> None:
+    world = World(17)
+    nodes = [world.add(number, speed=1e13) for number in (1, 2)]
+    comes_to_rest(world, 30)
+    assert len(nodes[0].forming.plan.rings) == 2
+    joining = world.add(3, speed=1e13)
+    joining.cannot_prepare = True
+    comes_to_rest(world, 30)
+    assert [stage.node for stage in nodes[0].forming.plan.stages] == [node.id for node in nodes]
+    joining.cannot_prepare = False
+    assert world.run_until(lambda: len(joining.forming.plan.rings) == 3, 60)
+
+
 ACTIONS = st.lists(
     st.tuples(
         st.floats(0.0, 8.0),
@@ -248,7 +282,7 @@ def join(world: World) -> None:
     number = world.random.randrange(1, 10_000)
     if f"{number:032x}" not in world.nodes and len(world.nodes) < 20:
         memory = world.random.choice([150, 250, 400, 2000]) * MB
-        world.add(number, memory=memory, speed=world.random.choice([1e9, 8e9, 1e10, 3e10]))
+        world.add(number, memory=memory, speed=world.random.choice([1e9, 8e9, 1e10, 4e11]))
 
 
 def disturb(world: World, action: str, number: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from swarm.protocol.ids import BlobId, Epoch, NodeId
@@ -48,6 +49,17 @@ def ring(stages: int, layers: int, names: dict[int, str] | None = None, epoch: i
         for number in range(1, stages + 1)
     )
     return Plan(Epoch(epoch, node_id(1)), MODEL, parts, 8192, 0, 41.3, note)
+
+
+def rings(*parts: Plan, note: str = "") -> Plan:
+    """Plans one behind the other, the PCs numbered on."""
+    stages: list[Stage] = []
+    for part in parts:
+        before = len(stages)
+        for number, stage in enumerate(part.stages, before + 1):
+            stages.append(replace(stage, node=node_id(number), name=f"PC-{number}"))
+    times = tuple(part.predicted_token_ms for part in parts)
+    return replace(parts[0], stages=tuple(stages), note=note, ring_token_ms=times)
 
 
 def nothing_fits(missing_bytes: int, epoch: int = 2) -> Plan:
@@ -118,6 +130,28 @@ CASES: dict[str, Snapshot] = {
         history=HISTORY,
         tokens_per_second=12.4,
         notices=("old laptop went without a word; the ring was formed without it",),
+    ),
+    "rings": snapshot(
+        plan=rings(
+            ring(3, 28),
+            ring(1, 28),
+            ring(1, 28),
+            note="3 rings of 1 to 3 PCs: the PCs that the first leaves over take answers too; spare: print server",
+        ),
+        node=node_id(4),
+        name="PC-4",
+        members=(
+            *(member(number, **RUNNING) for number in (1, 2, 3, 4, 5)),
+            member(6, "print server", memory_bytes=2 * GB, round_trip_ms=3.2),
+        ),
+        history=HISTORY,
+        tokens_per_second=12.4,
+    ),
+    "copies": snapshot(
+        plan=rings(*(ring(1, 28) for _ in range(16)), note="16 rings: each of 16 PCs holds the model"),
+        members=tuple(member(number, **RUNNING) for number in range(1, 17)),
+        history=HISTORY,
+        tokens_per_second=12.4,
     ),
     "twelve": snapshot(
         plan=ring(12, 80, LONG_NAMES),

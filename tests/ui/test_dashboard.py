@@ -18,7 +18,7 @@ from rich.console import Console
 from swarm.protocol.messages import MemberState, Phase
 from swarm.protocol.snapshot import Snapshot
 from swarm.ui.dashboard import Dashboard, deal, lines, missing
-from tests.ui.snapshots import CASES, fetching, member, node_id, nothing_fits, ring, snapshot
+from tests.ui.snapshots import CASES, fetching, member, node_id, nothing_fits, ring, rings, snapshot
 
 SCREENS = Path(__file__).parent / "screens"
 SIZES = ((120, 40), (80, 24), (40, 20), (40, 9))
@@ -50,6 +50,7 @@ names = st.text(max_size=64)
     width=st.integers(20, 200),
     height=st.integers(4, 60),
     stages=st.integers(0, 12),
+    further=st.lists(st.integers(1, 4), max_size=5),
     others=st.lists(st.tuples(names, st.sampled_from(MemberState), st.sampled_from(Phase)), max_size=6),
     total=st.sampled_from([0, 1, 10, 61_000_000]),
     done=st.integers(0, 2**62),
@@ -60,6 +61,7 @@ def test_every_screen_fits_its_size(
     width: int,
     height: int,
     stages: int,
+    further: list[int],
     others: list[tuple[str, MemberState, Phase]],
     total: int,
     done: int,
@@ -74,7 +76,7 @@ def test_every_screen_fits_its_size(
     picture = snapshot(
         ready=False,
         reason=" ".join(notices),
-        plan=ring(stages, 80) if stages else nothing_fits(done),
+        plan=rings(ring(stages, 80), *(ring(count, 80) for count in further)) if stages else nothing_fits(done),
         members=tuple(members),
         notices=tuple(notices),
     )

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from swarm.protocol.messages import Phase
 from swarm.ui import figures
-from tests.ui.snapshots import fetching, member
+from tests.ui.snapshots import fetching, member, ring, rings
 
 
 @pytest.mark.parametrize(
@@ -81,3 +81,7 @@ def test_sparklines_show_the_highest_at_the_top() -> None:
 def test_clean_keeps_letters_and_drops_what_steers() -> None:
     assert figures.clean("Büro 二 ☕\t1") == "Büro 二 ☕ 1"
     assert figures.clean("a\x1b[31mb\x9bc\u202ed\ud800") == "a[31mbcd"
+
+
+def test_rings_are_told_apart_in_a_line() -> None:
+    assert figures.stages(rings(ring(2, 20), ring(1, 20))) == "PC-1 [0, 10) PC-2 [10, 20) | PC-3 [0, 20)"
