@@ -19,7 +19,7 @@ from swarm.api.errors import RequestError, body_of, status_of
 from swarm.api.guard import host_allowed, origin_allowed
 from swarm.api.pump import Pump, pumped
 from swarm.api.status import progress, retry_after_s, status
-from swarm.coordinator.requests import Delta, Generator
+from swarm.coordinator.requests import Delta, Generator, in_line
 from swarm.protocol import limits
 from swarm.protocol.errors import SwarmError, UsageError
 from swarm.protocol.snapshot import Snapshot
@@ -181,6 +181,8 @@ class ApiServer:
             while True:
                 if delta is None:
                     await self._write(response, b": waiting\n\n")
+                elif delta.place:
+                    await self._write(response, f": {in_line(delta.place)}\n\n".encode("ascii"))
                 else:
                     if delta.text:
                         await self._send(response, reply.chunk({"content": delta.text}))

@@ -42,6 +42,7 @@ def status(snapshot: Snapshot) -> dict[str, Any]:
         "fetched": [{"node": node, "name": _name(snapshot, node), "bytes": count} for node, count in snapshot.fetched],
         "tokens_per_second": snapshot.tokens_per_second,
         "speculation": _speculation(snapshot.speculation),
+        "queued": snapshot.queued,
         "notices": list(snapshot.notices),
         "uptime_s": round(snapshot.uptime_s, 3),
         "version": SOFTWARE_VERSION,

@@ -263,7 +263,7 @@ class _Node:
 
     def snapshot(self) -> Snapshot:
         """What every screen and ``/status`` show."""
-        ring, settings = self._ring.view(), self._settings
+        ring, settings, stats = self._ring.view(), self._settings, self._coordinator.stats()
         reason = _waiting_for(ring)
         return Snapshot(
             ready=not reason,
@@ -281,7 +281,8 @@ class _Node:
             forming=ring.forming,
             notices=ring.notices,
             uptime_s=time.monotonic() - self._began,
-            tokens_per_second=self._coordinator.stats().tokens_per_second,
+            tokens_per_second=stats.tokens_per_second,
+            queued=stats.queued,
             history=tuple(self._rates),
             fetched=tuple(ring.fetched.items()),
             speculation=self._speculation(ring),

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import anyio
 from anyio.abc import TaskGroup, TaskStatus
 
+from swarm.coordinator.admission import Admission, Need
 from swarm.coordinator.adoption import Adoptions
 from swarm.coordinator.drafter import Drafter
 from swarm.coordinator.events import Begin
@@ -20,7 +21,7 @@ from swarm.coordinator.language import LanguageModel
 from swarm.coordinator.meter import TokenMeter
 from swarm.coordinator.pace import Speculation
 from swarm.coordinator.placement import choose_ring
-from swarm.coordinator.requests import NO_SPECULATION, Delta, GenerateRequest, SpeculationUsage
+from swarm.coordinator.requests import NO_SPECULATION, Delta, GenerateRequest, SpeculationUsage, in_line
 from swarm.coordinator.session import (
     Counters,
     Session,
@@ -49,6 +50,8 @@ class CoordinatorLimits:
     speculation: Speculation = field(default_factory=Speculation)
     answers: int = 64
     """Written at once on this node; each is a session at every stage (see `limits.MAX_SESSIONS_PER_STAGE`)."""
+    line_s: float = 1800.0
+    """In line for room in the ring's KV cache; then the question is refused."""
     close_s: float = 5.0
     """For telling the stages that a session is closed; they free what they hold for a lost node by themselves."""
 
@@ -61,6 +64,8 @@ class CoordinatorStats:
     """Answers being written."""
     waiting: int
     """Of those: without a ring, or between two tries."""
+    queued: int
+    """Questions in line for the ring's KV cache; not among the running ones."""
     idle: int
     """Sessions kept between turns."""
     tokens_per_second: float
@@ -95,8 +100,10 @@ class Coordinator:
         self._counters = Counters()
         self._meter = TokenMeter()
         self._adoptions = Adoptions(ring)
+        self._admission = Admission()
         self._plan = ring.plan
         self._requests = 0
+        self._numbers = 0
         self._sessions = 0
         self._tellers = 0
         self._tasks: TaskGroup | None = None
@@ -153,6 +160,7 @@ class Coordinator:
         return CoordinatorStats(
             running=len(self._turns),
             waiting=sum(turn.session.state is State.WAITING for turn in self._turns.values()),
+            queued=self._admission.waiting,
             idle=len(self._idle),
             tokens_per_second=self._meter.rate(self._clock()),
             replays=self._counters.replays,
@@ -177,8 +185,16 @@ class Coordinator:
                 action="Try again in a moment, or ask another node.",
             )
         self._requests += 1
+        self._numbers += 1
+        number = self._numbers
         try:
-            turn = await self._open_turn(request, started)
+            model = await self._wait_for_model()
+            prompt = await self._encode(request, model)
+            self._admission.join(number, Need(len(prompt), request.max_tokens), started)
+            async with contextlib.aclosing(self._wait_in_line(number)) as places:
+                async for place in places:
+                    yield Delta(place=place)
+            turn = self._open_turn(request, model, prompt, started)
             finished = False
             try:
                 async for delta in turn.results:
@@ -191,9 +207,11 @@ class Coordinator:
                 raise turn.error or SessionError("the answer was broken off", found="this node stops")
         finally:
             self._requests -= 1
+            self._admission.leave(number, self._clock())
+            self._notify()
 
-    async def _open_turn(self, request: GenerateRequest, started: float) -> Turn:
-        model = await self._wait_for_model()
+    async def _encode(self, request: GenerateRequest, model: LanguageModel) -> tuple[int, ...]:
+        """The prompt's ids. Raises for one that no ring could answer."""
         messages = [(message.role, message.content) for message in request.messages]
 
         def encode() -> tuple[int, ...]:
@@ -205,6 +223,34 @@ class Coordinator:
         limit = context_limit(model.context_tokens, self._plan)
         if len(prompt) >= limit:
             raise prompt_too_long(len(prompt), limit)
+        self._admission.resize(_capacity(self._plan), model.context_tokens, self._clock())
+        return prompt
+
+    async def _wait_in_line(self, number: int) -> AsyncGenerator[int, None]:
+        """The place in line, whenever it is another, and 0 at its end; nothing where there is no line."""
+        told, deadline = 0, self._clock() + self._limits.line_s
+        while (place := self._admission.place(number)) and not self._closing:
+            if place != told:
+                told = place
+                yield place
+            now = self._clock()
+            if now >= deadline:
+                raise SessionError(
+                    "no room for this answer in time",
+                    expected=f"room in the ring's KV cache within {self._limits.line_s:.0f} s",
+                    found=in_line(place),
+                    action="Ask again later, or add a PC.",
+                )
+            change = min(self._admission.next_change(now) or deadline, deadline)
+            with anyio.move_on_after(max(0.0, change - now)):
+                await self._changed.wait()
+            self._admission.advance(self._clock())
+        if told:
+            yield 0
+
+    def _open_turn(
+        self, request: GenerateRequest, model: LanguageModel, prompt: tuple[int, ...], started: float
+    ) -> Turn:
         if self._closing or self._tasks is None:
             raise SessionError("this node is leaving", action="Ask another node.")
         drafter = self._drafter if self._drafter is not None and self._drafter.available else None
@@ -267,6 +313,7 @@ class Coordinator:
         for session in self._idle.clear():
             self._forget_drafts(session.id)
         self._plan = plan
+        self._admission.resize(_capacity(plan), self._admission.context, self._clock())
         for turn in self._turns.values():
             turn.post_plan(self._place())
         self._notify()
@@ -282,6 +329,10 @@ class Coordinator:
         if turn is not None and message.epoch == self._plan.epoch:
             # It may be a full KV cache: what is only kept gives way to what is being written.
             self._close_kept(self._idle.shrink(0, turn.plan))
+            self._admission.full(self._clock())
+            if message.attempt == turn.session.attempt and not message.fatal:
+                # It begins anew, and holds nothing while it waits: two that each held a part would wait for each other.
+                self._tell_closing(message.session, _nodes(turn.plan))
         self._post(message)
 
     def _post(self, message: Drawn | Refused) -> None:
@@ -326,6 +377,9 @@ class Coordinator:
 
     def close_session(self, session: SessionId, nodes: tuple[NodeId, ...]) -> None:
         self._forget_drafts(session)
+        self._tell_closing(session, nodes)
+
+    def _tell_closing(self, session: SessionId, nodes: tuple[NodeId, ...]) -> None:
         if self._tasks is not None and self._tellers < MAX_TELLERS:
             self._tellers += 1
             self._tasks.start_soon(self._tell_closed, session, nodes, name=f"close {session}")
@@ -374,6 +428,11 @@ class Coordinator:
 
 def _nodes(plan: Plan) -> tuple[NodeId, ...]:
     return tuple(stage.node for stage in plan.stages)
+
+
+def _capacity(plan: Plan) -> int:
+    """Positions of KV cache of all rings together; 0 where the plan does not say."""
+    return plan.kv_tokens * max(1, len(plan.rings))
 
 
 def _check(request: GenerateRequest) -> None:

@@ -103,12 +103,20 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A piece of an answer. The last one carries `finish` and `usage`."""
+    """A piece of an answer. The last one carries `finish` and `usage`; before the first, some may say only `place`."""
 
     text: str = ""
     tokens: tuple[int, ...] = ()
     finish: FinishReason | None = None
     usage: Usage | None = None
+    place: int = 0
+    """Where the answer has not begun: its place in line for the ring's KV cache, 1 for the next."""
+
+
+def in_line(place: int) -> str:
+    """``waiting, 2nd in line``."""
+    ending = {1: "st", 2: "nd", 3: "rd"}.get(place % 10 if place % 100 not in (11, 12, 13) else 0, "th")
+    return f"waiting, {place}{ending} in line"
 
 
 class Generator(Protocol):

@@ -283,6 +283,8 @@ class Segment:
     """``[rows, hidden]`` f32 from the stage before; None at stage 0."""
     number: int = 0
     """Counts the segments of the attempt. Above 0: runs only directly after the one before of the same attempt."""
+    following: int = 0
+    """Segments of the same forward that come right behind this one, so that the next stage can take them together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,7 +315,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class CloseSession:
-    """Coordinator to every stage: free what you hold for it."""
+    """Coordinator to every stage, and each stage to the next, behind the rows on their way: free what you hold."""
 
     TAG: ClassVar[int] = 33
     session: SessionId

@@ -98,6 +98,8 @@ class Snapshot:
     uptime_s: float = 0.0
     tokens_per_second: float = 0.0
     """Answered by this node's own sessions."""
+    queued: int = 0
+    """Questions asked here that are in line for the ring's KV cache."""
     history: tuple[float, ...] = field(default=())
     """Tokens per second of the last minute, oldest first, one value a second."""
     fetched: tuple[tuple[NodeId, int], ...] = ()

@@ -30,7 +30,7 @@ async def deliver(
             if isinstance(message, Segment):
                 await worker.deliver(message)
             else:
-                await worker.adopt(message)
+                worker.adopt(message)
         case Segment() | Adopt():
             # Raised any further, the end of the coordinator's link would end the sender's.
             with contextlib.suppress(LinkClosedError):

@@ -23,8 +23,9 @@ from swarm.protocol.ids import NO_EPOCH, BlobId, NodeId, SessionId
 from swarm.protocol.messages import Phase, RowKind, Segment
 from swarm.protocol.plan import Plan, Stage
 from swarm.protocol.sampling import GREEDY
+from swarm.ring.outbox import Send
 from swarm.ring.transfer import BlobSource, FetchSummary, TransferProgress
-from swarm.ring.worker import Send, StageWorker
+from swarm.ring.worker import StageWorker
 
 Report: TypeAlias = Callable[[Phase, str, int, int, float], None]
 """(phase, what, done, total, rate): progress for every screen."""

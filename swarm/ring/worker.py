@@ -1,29 +1,30 @@
-"""The stage worker: batches the segments that wait, runs them off the event loop, passes the results on."""
+"""The stage worker: batches the segments that wait, runs them off the event loop, passes the results on.
+
+Receiving, computing and sending overlap: links push into the scheduler and the outbox sends while a forward runs.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import statistics
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TypeAlias
 
 import anyio
 
 from swarm.engine.base import Engine, Output
 from swarm.protocol import limits
 from swarm.protocol.errors import CapacityError, DeadlineError, DeviceError, LinkClosedError, SessionError, SwarmError
-from swarm.protocol.ids import NodeId, SessionId
-from swarm.protocol.messages import Adopt, Adopted, Drawn, Message, Refused, RowKind, Segment
+from swarm.protocol.ids import Epoch, NodeId, SessionId
+from swarm.protocol.messages import Adopt, Adopted, CloseSession, Drawn, Message, Refused, RowKind, Segment
 from swarm.protocol.plan import Plan
-
-Send: TypeAlias = Callable[[NodeId, Message], Awaitable[None]]
-
-PREFILL_ROWS = 256
-"""Of prefill in one forward beside decode rows: bounds what a long prompt adds to everybody's step."""
+from swarm.ring.outbox import Outbox, Send
+from swarm.ring.schedule import StepScheduler
 
 RESTED_S = 5.0
 """A session's cache may be given up for others after so long without a segment."""
@@ -43,72 +44,43 @@ class WorkerStats:
     waiting: int
 
 
+_log = logging.getLogger(__name__)
+
 NO_STATS = WorkerStats(0.0, 0.0, 0)
 
 
-class SegmentQueue:
-    """What waits at a stage, and in which order it runs. Pure.
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One forward of a stage, for whoever watches."""
 
-    Segments of one session stay in order. Of those that are first in their session, decode rows go before prefill.
-    """
-
-    def __init__(self) -> None:
-        self._waiting: deque[Segment] = deque()
-        self._attempts: dict[SessionId, int] = {}
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    @property
-    def sessions(self) -> set[SessionId]:
-        """Those of which something waits."""
-        return {segment.session for segment in self._waiting}
-
-    def push(self, segment: Segment) -> None:
-        """Queue `segment`; a newer attempt drops what waits of older ones, an older one is dropped itself."""
-        newest = self._attempts.get(segment.session, -1)
-        if segment.attempt < newest:
-            return
-        if segment.attempt > newest:
-            self.forget(segment.session)
-            self._attempts[segment.session] = segment.attempt
-        self._waiting.append(segment)
-
-    def forget(self, session: SessionId) -> None:
-        """Drop what waits of `session`."""
-        self._attempts.pop(session, None)
-        if any(segment.session == session for segment in self._waiting):
-            self._waiting = deque(segment for segment in self._waiting if segment.session != session)
-
-    def take(self, max_rows: int) -> list[Segment]:
-        """The next batch, at most one segment of each session; empty only where nothing waits."""
-        heads: dict[SessionId, Segment] = {}
-        for segment in self._waiting:
-            heads.setdefault(segment.session, segment)
-        batch: list[Segment] = []
-        rows = prefill = 0
-        for segment in sorted(heads.values(), key=lambda s: s.kind is RowKind.PREFILL):
-            count = len(segment.tokens)
-            extra = count if segment.kind is RowKind.PREFILL else 0
-            if (batch and rows + count > max_rows) or (prefill and extra and prefill + extra > PREFILL_ROWS):
-                continue
-            batch.append(segment)
-            rows += count
-            prefill += extra
-        taken = {id(segment) for segment in batch}
-        self._waiting = deque(segment for segment in self._waiting if id(segment) not in taken)
-        return batch
+    began: float
+    ended: float
+    """Seconds, ``time.monotonic``."""
+    rows: tuple[tuple[SessionId, RowKind, int], ...]
+    """What each segment brought."""
 
 
 class StageWorker:
     """Runs one stage of one plan until it is cancelled. `run` owns its thread and tasks; the engine is its owner's."""
 
-    def __init__(self, node: NodeId, plan: Plan, engine: Engine, send: Send) -> None:
+    def __init__(
+        self,
+        node: NodeId,
+        plan: Plan,
+        engine: Engine,
+        send: Send,
+        on_step: Callable[[Step], None] | None = None,
+    ) -> None:
+        """`on_step` is told of every forward."""
         self._node = node
         self._plan = plan
         self._engine = engine
         self._send = send
-        self._queue = SegmentQueue()
+        self._on_step = on_step
+        self._outbox = Outbox(send, self._unsent)
+        self._queue = StepScheduler(len(plan.stages), first=plan.stages[0].node == node)
+        self._capacity = limits.MAX_CONTEXT_TOKENS
+        """Positions of the whole KV cache; known from the start of `run`."""
         self._arrived = asyncio.Event()
         self._room = asyncio.Event()
         self._room.set()
@@ -116,10 +88,12 @@ class StageWorker:
         self._adoptions: deque[Adopt] = deque()
         self._closing: set[SessionId] = set()
         self._owners: dict[SessionId, NodeId] = {}
+        self._begun: dict[SessionId, int] = {}
+        """The attempt that was run last of each session, by when its first one was."""
         self._used: dict[SessionId, float] = {}
         """When each session last sent something."""
-        self._ran: dict[SessionId, tuple[int, int]] = {}
-        """Attempt and number of the segment that each session's cache ends with."""
+        self._ran: dict[SessionId, tuple[int, int, int]] = {}
+        """Attempt, number and end of the segment that each session's cache ends with."""
         self._steps: deque[float] = deque(maxlen=_WINDOW)
         self._rows = 0
         self._counted = time.monotonic()
@@ -149,49 +123,61 @@ class StageWorker:
     async def deliver(self, segment: Segment) -> None:
         """Queue a segment; waits while the queue is full, which keeps the sender's link unread (back-pressure)."""
         if segment.epoch != self._plan.epoch:
-            await self._refuse(segment, "another epoch", fatal=False)
+            self._refuse(segment, "another epoch", fatal=False)
             return
         if self._owners.setdefault(segment.session, segment.coordinator) != segment.coordinator:
-            await self._refuse(segment, "the session belongs to another node", fatal=True)
+            self._refuse(segment, "the session belongs to another node", fatal=True)
+            return
+        try:
+            self._check(segment)
+        except (CapacityError, SessionError) as error:
+            self._refuse(segment, str(error), fatal=isinstance(error, CapacityError))
             return
         self._used[segment.session] = time.monotonic()
         if len(self._owners) > limits.MAX_SESSIONS_PER_STAGE:
             idle = self._idle({segment.session})
             if not idle:
                 del self._owners[segment.session], self._used[segment.session]
-                await self._refuse(segment, f"all {limits.MAX_SESSIONS_PER_STAGE} sessions are busy", fatal=False)
+                self._refuse(segment, f"all {limits.MAX_SESSIONS_PER_STAGE} sessions are busy", fatal=False)
                 return
             self._forget(idle[0])
         while len(self._queue) >= limits.MAX_QUEUED_SEGMENTS:
             if self._over:
-                await self._refuse(segment, "this stage is not in force any more", fatal=False)
+                await self._refuse_at_the_end(segment)
                 return
             self._room.clear()
             await self._room.wait()
-        self._queue.push(segment)
+        self._queue.push(segment, time.monotonic())
         self._arrived.set()
 
-    async def adopt(self, message: Adopt) -> None:
+    def adopt(self, message: Adopt) -> None:
         """Queue a question for what the cache holds already; a stage that is full of them holds nothing."""
         taken = self._owners.get(message.session, message.coordinator) != message.coordinator
         if taken or len(self._adoptions) >= limits.MAX_SESSIONS_PER_STAGE:
-            await self._send(message.coordinator, Adopted(message.session, message.epoch, 0))
+            self._outbox.post(message.coordinator, Adopted(message.session, message.epoch, 0))
             return
         self._owners[message.session] = message.coordinator
         self._used[message.session] = time.monotonic()
         self._adoptions.append(message)
         self._arrived.set()
 
-    def close_session(self, session: SessionId, owner: NodeId) -> None:
-        """Free what the stage holds for `session` of `owner`, as soon as no forward runs."""
-        if self._owners.get(session) != owner:
+    def close_session(self, session: SessionId, sender: NodeId) -> None:
+        """Free what the stage holds for `session`, as soon as no forward runs; for its owner or the stage before us.
+
+        The next stage is told behind the rows that are on their way to it: they would begin the session anew there.
+        """
+        owner = self._owners.get(session)
+        if owner is None or sender not in (owner, self.expected_sender(owner)):
             return
         self._forget(session)
+        if self._next is not None:
+            self._outbox.post(self._next, CloseSession(session))
 
     def _forget(self, session: SessionId) -> None:
         self._queue.forget(session)
         self._owners.pop(session, None)
         self._used.pop(session, None)
+        self._begun.pop(session, None)
         self._closing.add(session)
         self._arrived.set()
 
@@ -207,46 +193,60 @@ class StageWorker:
     async def run(self) -> None:
         """Serve until cancelled; then waits for the forward that runs, which is one step long."""
         self._engine.reset()
+        self._capacity = self._engine.free_tokens
         executor = ThreadPoolExecutor(1, thread_name_prefix="stage")
-        outgoing, results = anyio.create_memory_object_stream[tuple[NodeId, Message]](limits.MAX_INFLIGHT_FRAMES)
         try:
             async with anyio.create_task_group() as group:
-                group.start_soon(self._send_results, results)
+                group.start_soon(self._outbox.run)
                 while True:
-                    await self._arrived.wait()
-                    # Before the batch is taken: what arrives while something is refused must be seen.
-                    self._arrived.clear()
-                    self._close_sessions()
-                    batch = await self._take()
-                    if len(self._queue):
-                        self._arrived.set()
-                    if batch:
-                        for to, message in await self._forward(executor, batch):
-                            await outgoing.send((to, message))
-                    # After the forward: it may have computed just what is asked for.
-                    while self._adoptions:
-                        await outgoing.send(self._adopt(self._adoptions.popleft()))
+                    await self._wait_until_due()
+                    batch = self._take()
+                    began = time.monotonic()
+                    results = await self._forward(executor, batch) if batch else []
+                    ended = time.monotonic()
+                    self._queue.ran(batch, (ended - began) * 1000, ended)
+                    if batch and self._on_step is not None:
+                        rows = tuple((segment.session, segment.kind, len(segment.tokens)) for segment in batch)
+                        self._on_step(Step(began, ended, rows))
+                    for to, message in results:
+                        await self._post(to, message)
+                    self._answer_adoptions()
         finally:
             self._over = True
             self._room.set()
-            outgoing.close()
-            results.close()
             if self._running is not None:
                 with anyio.CancelScope(shield=True):
                     await asyncio.wait([self._running])
             executor.shutdown(wait=False)
 
-    async def _take(self) -> list[Segment]:
+    async def _wait_until_due(self) -> None:
+        """Until the next forward should begin."""
+        while True:
+            self._arrived.clear()
+            self._close_sessions()
+            due = self._queue.due()
+            if due is None:
+                self._answer_adoptions()
+                await self._arrived.wait()
+                continue
+            left_s = due - time.monotonic()
+            if left_s <= 0:
+                return
+            with anyio.move_on_after(left_s):
+                await self._arrived.wait()
+
+    def _take(self) -> list[Segment]:
         """The next batch that the engine can run; what it cannot is refused."""
         batch: list[Segment] = []
-        taken = self._queue.take(self._engine.max_rows)
+        taken = self._queue.take(self._engine.max_rows, time.monotonic())
         self._make_room(taken)
         for segment in taken:
             try:
-                self._check(segment)
+                self._check_order(segment)
+                self._engine.check(segment)
                 batch.append(segment)
             except (CapacityError, SessionError) as error:
-                await self._refuse(segment, str(error), fatal=isinstance(error, CapacityError))
+                self._refuse(segment, str(error), fatal=isinstance(error, CapacityError))
         if len(self._queue) < limits.MAX_QUEUED_SEGMENTS:
             self._room.set()
         return batch
@@ -267,14 +267,23 @@ class StageWorker:
             self._close_sessions()
 
     def _check(self, segment: Segment) -> None:
-        rows = len(segment.tokens)
-        if not 0 <= segment.wanted <= rows or not 0 <= segment.start <= limits.MAX_CONTEXT_TOKENS - rows or not rows:
+        """What can be said before the segment's turn comes; the engine checks it then."""
+        rows, end = len(segment.tokens), segment.start + len(segment.tokens)
+        if not rows or not 0 <= segment.wanted <= rows or segment.start < 0 or end > limits.MAX_CONTEXT_TOKENS:
             raise SessionError(
                 "a segment without sense", found=f"{rows} rows at {segment.start}, {segment.wanted} wanted"
             )
-        if segment.number and self._ran.get(segment.session) != (segment.attempt, segment.number - 1):
+        if end > self._capacity:
+            raise CapacityError(
+                "a session longer than the KV cache", expected=f"at most {self._capacity} positions", found=str(end)
+            )
+
+    def _check_order(self, segment: Segment) -> None:
+        """All but the first of an attempt run directly behind the one before, of which they may be a part."""
+        attempt, number, end = self._ran.get(segment.session, (-1, -1, -1))
+        behind = (attempt, end) == (segment.attempt, segment.start) and segment.number - 1 <= number <= segment.number
+        if segment.number and not behind:
             raise SessionError("a gap in the attempt", found=f"segment {segment.number} without the one before")
-        self._engine.check(segment)
 
     async def _forward(self, executor: ThreadPoolExecutor, batch: Sequence[Segment]) -> list[tuple[NodeId, Message]]:
         began = time.perf_counter()
@@ -284,46 +293,77 @@ class StageWorker:
         except SwarmError as error:
             if isinstance(error, DeviceError):
                 self.broken = str(error)
-            if isinstance(error, CapacityError) and len(batch) > 1:
-                # Nothing was run. One that does not fit must not take the others with it.
-                return [result for segment in batch for result in await self._forward(executor, [segment])]
-            # Not fatal: a full cache empties again, and a session that can never fit is refused by `check`.
+            if isinstance(error, CapacityError):
+                # Nothing was run.
+                left = self._preempt(batch, str(error))
+                return await self._forward(executor, left) if left else []
             return [(s.coordinator, _refusal(s, str(error), fatal=False)) for s in batch]
         if any(segment.kind is RowKind.DECODE for segment in batch):
             self._steps.append((time.perf_counter() - began) * 1000)
         self._rows += sum(len(segment.tokens) for segment in batch)
-        self._ran.update((segment.session, (segment.attempt, segment.number)) for segment in batch)
-        return [result for pair in zip(batch, outputs, strict=True) for result in self._result(*pair)]
+        self._ran.update((s.session, (s.attempt, s.number, s.start + len(s.tokens))) for s in batch)
+        self._begun.update({segment.session: segment.attempt for segment in batch if segment.session in self._owners})
+        return self._results(batch, outputs)
 
-    def _adopt(self, message: Adopt) -> tuple[NodeId, Message]:
-        held = self._engine.adopt(message.session, message.tokens)
-        if held and self._next is not None:
-            return self._next, replace(message, tokens=message.tokens[:held])
-        return message.coordinator, Adopted(message.session, message.epoch, held)
+    def _preempt(self, batch: Sequence[Segment], reason: str) -> list[Segment]:
+        """The cache is full: the session that began last gives way; what is left of `batch`.
 
-    def _result(self, segment: Segment, output: Output) -> list[tuple[NodeId, Message]]:
-        if self._next is not None:
-            return [(self._next, replace(segment, hidden=output.hidden))]
-        if not output.drawn:
-            return []
-        position = segment.start + len(segment.tokens) - segment.wanted + 1
-        drawn = Drawn(segment.session, segment.epoch, segment.attempt, position, output.drawn)
-        return [(segment.coordinator, drawn)]
+        So the oldest always comes to its end, and sessions of different coordinators do not take turns at pushing each
+        other out (vLLM's rule, Kwon et al. 2023, section 4.5). Not fatal: a full cache empties again.
+        """
+        attempts = self._begun | {segment.session: segment.attempt for segment in batch}
+        youngest, attempt = next(reversed(attempts.items()))
+        owner = self._owners.get(youngest, batch[-1].coordinator)
+        self._forget(youngest)
+        self._close_sessions()
+        self._outbox.post(owner, _refused(youngest, self._plan.epoch, attempt, reason, fatal=False))
+        return [segment for segment in batch if segment.session != youngest]
 
-    async def _send_results(self, results: anyio.abc.ObjectReceiveStream[tuple[NodeId, Message]]) -> None:
-        async for to, message in results:
-            try:
-                await self._send(to, message)
-            except (LinkClosedError, DeadlineError) as error:
-                # A lost coordinator needs nothing any more. A lost next stage is a new epoch soon.
-                if isinstance(message, Segment):
-                    await self._refuse(message, f"the next stage is gone: {error}", fatal=False)
+    def _answer_adoptions(self) -> None:
+        """After a forward that runs or waits: it may compute just what is asked for."""
+        while self._adoptions:
+            message = self._adoptions.popleft()
+            held = self._engine.adopt(message.session, message.tokens)
+            onward = replace(message, tokens=message.tokens[:held])
+            if not held or self._next is None or not self._outbox.post(self._next, onward):
+                adopted = Adopted(message.session, message.epoch, held if self._next is None else 0)
+                self._outbox.post(message.coordinator, adopted)
 
-    async def _refuse(self, segment: Segment, reason: str, *, fatal: bool) -> None:
-        try:
-            await self._send(segment.coordinator, _refusal(segment, reason, fatal))
-        except (LinkClosedError, DeadlineError):
-            return
+    def _results(self, batch: Sequence[Segment], outputs: Sequence[Output]) -> list[tuple[NodeId, Message]]:
+        """What comes of a forward; of sessions that were closed while it ran, nothing."""
+        done = [
+            (segment, output)
+            for segment, output in zip(batch, outputs, strict=True)
+            if segment.session not in self._closing
+        ]
+        if self._next is None:
+            return [(segment.coordinator, _drawn(segment, output)) for segment, output in done if output.drawn]
+        return [
+            (self._next, replace(segment, hidden=output.hidden, following=len(done) - number))
+            for number, (segment, output) in enumerate(done, 1)
+        ]
+
+    async def _post(self, to: NodeId, message: Message) -> None:
+        """Queue a result. The next stage may make us wait; a coordinator that does not read loses its sessions."""
+        if to == self._next:
+            await self._outbox.wait_for_room(to)
+        if not self._outbox.post(to, message):
+            _log.warning("%s takes no answers: its sessions are closed here", to[:8])
+            self.close_coordinator(to)
+
+    def _unsent(self, to: NodeId, message: Message, reason: str) -> None:
+        """A lost coordinator needs nothing any more. A lost next stage is a new epoch soon."""
+        if isinstance(message, Segment):
+            self._refuse(message, f"the next stage is gone: {reason}", fatal=False)
+
+    def _refuse(self, segment: Segment, reason: str, *, fatal: bool) -> None:
+        """Full of answers, the coordinator's queue has no room for this one either: `_post` sees to it."""
+        self._outbox.post(segment.coordinator, _refusal(segment, reason, fatal))
+
+    async def _refuse_at_the_end(self, segment: Segment) -> None:
+        """The outbox does not run any more."""
+        with contextlib.suppress(LinkClosedError, DeadlineError):
+            await self._send(segment.coordinator, _refusal(segment, "this stage is not in force any more", False))
 
     def _close_sessions(self) -> None:
         for session in self._closing:
@@ -332,5 +372,14 @@ class StageWorker:
         self._closing.clear()
 
 
+def _drawn(segment: Segment, output: Output) -> Drawn:
+    position = segment.start + len(segment.tokens) - segment.wanted + 1
+    return Drawn(segment.session, segment.epoch, segment.attempt, position, output.drawn)
+
+
 def _refusal(segment: Segment, reason: str, fatal: bool) -> Refused:
-    return Refused(segment.session, segment.epoch, segment.attempt, reason[: limits.MAX_TEXT_CHARS], fatal)
+    return _refused(segment.session, segment.epoch, segment.attempt, reason, fatal)
+
+
+def _refused(session: SessionId, epoch: Epoch, attempt: int, reason: str, fatal: bool) -> Refused:
+    return Refused(session, epoch, attempt, reason[: limits.MAX_TEXT_CHARS], fatal)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import anyio
 
-from swarm.coordinator.requests import ChatMessage, FinishReason, GenerateRequest, Generator, Usage
+from swarm.coordinator.requests import ChatMessage, FinishReason, GenerateRequest, Generator, Usage, in_line
 from swarm.protocol.errors import SwarmError
 from swarm.protocol.snapshot import Snapshot
 from swarm.ui import figures
@@ -93,7 +93,7 @@ class Chat:
         if self.busy and not snapshot.ready:
             reason = missing(snapshot) or snapshot.reason or "the ring is not formed yet"
             self._transcript.activity = f"waiting: {reason}"
-        elif self.busy and self._transcript.activity.startswith("waiting"):
+        elif self.busy and self._transcript.activity.startswith("waiting:"):
             self._transcript.activity = "reading the question"
 
     async def run(self) -> None:
@@ -143,6 +143,8 @@ class Chat:
         deltas = self._generator.generate(GenerateRequest(turns))
         try:
             async for delta in deltas:
+                if not (said or delta.text or delta.finish):
+                    self._transcript.activity = in_line(delta.place) if delta.place else "reading the question"
                 if delta.text:
                     self._transcript.activity = ""
                     self._transcript.extend(delta.text)

@@ -252,6 +252,8 @@ def _answers(snapshot: Snapshot, width: int) -> list[Text]:
         return []
     line = Text(" ").append("answers", TITLE).append(f"  {figures.tokens_per_second(snapshot.tokens_per_second)}")
     facts = [figures.count(sessions, "session") if sessions else "no sessions"]
+    if snapshot.queued:
+        facts.append(f"{snapshot.queued} in line here")
     if len(living) > 1 and width >= NARROW:
         facts.append(f"{figures.tokens_per_second(everywhere)} in the swarm")
     if width >= WIDE and snapshot.plan.predicted_token_ms > 0:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.two_nodes import Stream, together
+from bench.nodes import Stream, together
 
 ROOT = Path(__file__).parents[2]
 

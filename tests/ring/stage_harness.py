@@ -73,12 +73,15 @@ class PostBox:
     def __init__(self) -> None:
         self.sent: list[tuple[NodeId, Message]] = []
         self.gone: dict[NodeId, SwarmError] = {}
+        self.held: dict[NodeId, anyio.Event] = {}
         self.open = anyio.Event()
         self.open.set()
         self._changed = anyio.Event()
 
     async def send(self, to: NodeId, message: Message) -> None:
         await self.open.wait()
+        if to in self.held:
+            await self.held[to].wait()
         if to in self.gone:
             raise self.gone[to]
         self.sent.append((to, message))

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import anyio
 import anyio.lowlevel
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from swarm.protocol import limits
 from swarm.protocol.errors import CapacityError, DeadlineError, DeviceError, LinkClosedError, SwarmError
-from swarm.protocol.ids import Epoch, NodeId, SessionId
-from swarm.protocol.messages import Adopt, Adopted, Drawn, Refused, RowKind, Segment
+from swarm.protocol.ids import Epoch, NodeId
+from swarm.protocol.messages import Adopt, Adopted, Drawn, Refused, Segment
 from swarm.ring import worker as worker_module
-from swarm.ring.worker import PREFILL_ROWS, SegmentQueue, StageWorker
+from swarm.ring.worker import StageWorker
 from tests.loopwatch import loopwatch
 from tests.ring.stage_harness import (
     ALONE,
@@ -36,90 +33,6 @@ from tests.ring.stage_harness import (
 )
 
 pytestmark = pytest.mark.anyio
-
-# --- the queue ------------------------------------------------------------------------------------------------------
-
-pushed = st.lists(
-    st.builds(
-        lambda session, rows, decode: segment(session, rows=rows, kind=RowKind.DECODE if decode else RowKind.PREFILL),
-        st.integers(0, 4),
-        st.integers(1, 300),
-        st.booleans(),
-    ),
-    max_size=30,
-)
-
-
-def drain(queue: SegmentQueue, max_rows: int) -> list[list[Segment]]:
-    batches = []
-    while len(queue):
-        batches.append(queue.take(max_rows))
-        assert batches[-1], "something waits, so something runs"
-    assert queue.take(max_rows) == []
-    return batches
-
-
-@given(pushed, st.integers(1, 1024))
-@settings(max_examples=200, derandomize=True)
-def test_everything_runs_once_in_order_and_within_bounds(segments: list[Segment], max_rows: int) -> None:
-    queue = SegmentQueue()
-    for one in segments:
-        queue.push(one)
-    batches = drain(queue, max_rows)
-    ran = list(itertools.chain.from_iterable(batches))
-    assert sorted(map(id, ran)) == sorted(map(id, segments))
-    for session in {one.session for one in segments}:
-        assert [id(s) for s in ran if s.session == session] == [id(s) for s in segments if s.session == session]
-    for batch in batches:
-        assert len({one.session for one in batch}) == len(batch)
-        kinds = [one.kind is RowKind.PREFILL for one in batch]
-        assert kinds == sorted(kinds), "decode rows come first"
-        assert len(batch) == 1 or sum(len(one.tokens) for one in batch) <= max_rows
-        prefill = [len(one.tokens) for one in batch if one.kind is RowKind.PREFILL]
-        assert len(prefill) <= 1 or sum(prefill) <= PREFILL_ROWS
-
-
-@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), max_size=30))
-@settings(max_examples=200, derandomize=True)
-def test_only_the_newest_attempt_of_a_session_runs(order: list[tuple[int, int]]) -> None:
-    queue = SegmentQueue()
-    expected: list[Segment] = []
-    newest: dict[SessionId, int] = {}
-    for session, attempt in order:
-        one = segment(session, attempt=attempt)
-        queue.push(one)
-        if attempt >= newest.get(one.session, 0):
-            newest[one.session] = attempt
-            expected = [s for s in expected if s.session != one.session or s.attempt == attempt] + [one]
-    ran = itertools.chain.from_iterable(drain(queue, 1024))
-    assert sorted(map(id, ran)) == sorted(map(id, expected))
-
-
-def test_decode_rows_of_others_pass_a_long_prompt() -> None:
-    queue = SegmentQueue()
-    for start in range(0, 768, 256):
-        queue.push(segment(1, start, 256))
-    queue.push(segment(2, 9, 1))
-    assert [one.session for one in queue.take(1024)] == [segment(2).session, segment(1).session]
-
-
-def test_a_prompt_is_not_held_back_by_decode_rows_for_ever() -> None:
-    """A chunk larger than the share of prefill still runs beside decode rows."""
-    queue = SegmentQueue()
-    queue.push(segment(1, 0, PREFILL_ROWS + 50))
-    queue.push(segment(2, 9, 1))
-    assert len(queue.take(1024)) == 2
-
-
-def test_a_forgotten_session_may_begin_again() -> None:
-    queue = SegmentQueue()
-    queue.push(segment(1, attempt=5))
-    queue.push(segment(2))
-    queue.forget(segment(1).session)
-    assert [one.session for one in queue.take(10)] == [segment(2).session]
-    queue.push(segment(1, attempt=0))
-    assert len(queue) == 1
-
 
 # --- results --------------------------------------------------------------------------------------------------------
 
@@ -206,9 +119,9 @@ async def refusal(box: PostBox, count: int = 1) -> Refused:
 async def test_a_segment_of_another_epoch_is_refused() -> None:
     box, engine = PostBox(), HeldEngine()
     async with serving(engine, box) as worker:
-        for epoch in (Epoch(2, FIRST), Epoch(4, FIRST), Epoch(3, LAST)):
+        for number, epoch in enumerate((Epoch(2, FIRST), Epoch(4, FIRST), Epoch(3, LAST)), 1):
             await worker.deliver(replace(segment(1), epoch=epoch))
-            message = await refusal(box, len(box.sent))
+            message = await refusal(box, number)
             assert (message.epoch, message.fatal) == (epoch, False)
     assert engine.batches == []
 
@@ -286,7 +199,7 @@ async def test_caches_in_use_do_not_give_way(monkeypatch: pytest.MonkeyPatch) ->
         message = await refusal(box, 2)
     assert "full" in message.reason
     assert not message.fatal
-    assert engine.closed == []
+    assert segment(1).session not in engine.closed
 
 
 @pytest.mark.parametrize(
@@ -339,6 +252,27 @@ async def test_a_session_that_does_not_fit_takes_no_other_with_it() -> None:
     assert "full" in refused.reason
     drawn = [message for message in sent if isinstance(message, Drawn)]
     assert [one.session for one in drawn] == [segment(s).session for s in (1, 2, 1)]
+
+
+async def test_when_the_cache_is_full_the_session_that_began_last_gives_way_and_the_oldest_ends() -> None:
+    box, engine = PostBox(), HeldEngine(kv_tokens=128)
+    async with serving(engine, box, plan=ALONE) as worker:
+        await worker.deliver(segment(1, 0, 60))
+        await box.wait(1)
+        await worker.deliver(replace(segment(2, 0, 60), coordinator=STRANGER))
+        await box.wait(2)
+        await worker.deliver(segment(1, 60, 20))
+        sent = await box.wait(4)
+        refused = [(to, message) for to, message in sent if isinstance(message, Refused)]
+        assert [(to, message.session, message.fatal) for to, message in refused] == [
+            (STRANGER, segment(2).session, False)
+        ]
+        assert isinstance(sent[-1][1], Drawn)
+        assert sent[-1][1].session == segment(1).session
+        await worker.deliver(replace(segment(2, 0, 60, attempt=1), coordinator=STRANGER))
+        _, message = (await box.wait(5))[-1]
+        assert isinstance(message, Refused), "it began last again, and does not push the other out"
+        assert message.session == segment(2).session
 
 
 @pytest.mark.parametrize("error", [DeviceError("gone"), CapacityError("full")])
@@ -424,7 +358,7 @@ async def test_a_stage_begins_a_session_with_what_it_holds_and_asks_the_next() -
     async with serving(engine, box) as worker:
         await worker.deliver(segment(1, rows=100))
         await box.wait(1)
-        await worker.adopt(adopt(2, 80))
+        worker.adopt(adopt(2, 80))
         await box.wait(2)
         assert box.sent[-1] == (LAST, adopt(2, 64)), "whole blocks of 32"
         await worker.deliver(segment(2, 64, 10))
@@ -436,7 +370,7 @@ async def test_the_last_stage_says_what_all_hold() -> None:
     box, engine = PostBox(), HeldEngine()
     async with serving(engine, box, plan=ALONE) as worker:
         await worker.deliver(segment(1, rows=40))
-        await worker.adopt(adopt(2, 80))
+        worker.adopt(adopt(2, 80))
         await box.wait(2)
         assert box.sent[-1] == (ASKER, Adopted(segment(2).session, EPOCH, 32))
 
@@ -444,7 +378,7 @@ async def test_the_last_stage_says_what_all_hold() -> None:
 async def test_a_stage_that_holds_nothing_ends_the_asking() -> None:
     box = PostBox()
     async with serving(HeldEngine(last=False), box) as worker:
-        await worker.adopt(adopt(2, 80))
+        worker.adopt(adopt(2, 80))
         await box.wait(1)
         assert box.sent == [(ASKER, Adopted(segment(2).session, EPOCH, 0))]
 
@@ -454,8 +388,31 @@ async def test_nobody_begins_the_session_of_another_anew() -> None:
     async with serving(HeldEngine(), box, plan=ALONE) as worker:
         await worker.deliver(segment(1, rows=100))
         await box.wait(1)
-        await worker.adopt(adopt(1, 80, STRANGER))
+        worker.adopt(adopt(1, 80, STRANGER))
+        await box.wait(2)
         assert box.sent[-1] == (STRANGER, Adopted(segment(1).session, EPOCH, 0))
+
+
+async def test_a_coordinator_that_does_not_read_holds_up_nobody() -> None:
+    box = PostBox()
+    box.held[STRANGER] = anyio.Event()
+    async with serving(HeldEngine(), box, plan=ALONE) as worker:
+        await worker.deliver(replace(segment(1), coordinator=STRANGER))
+        await worker.deliver(replace(segment(2, 9), coordinator=STRANGER))
+        for number in (1, 2, 3):
+            await worker.deliver(segment(3, number * 2 - 2))
+            await box.wait(number)
+    assert [to for to, _ in box.sent] == [ASKER] * 3
+
+
+async def test_a_coordinator_that_reads_nothing_at_all_loses_its_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm.ring.outbox.Outbox.__init__.__defaults__", (2,))
+    box, engine = PostBox(), HeldEngine()
+    box.held[ASKER] = anyio.Event()
+    async with serving(engine, box, plan=ALONE) as worker:
+        for start in range(0, 10, 2):
+            await worker.deliver(segment(1, start))
+        await until(lambda: engine.closed == [segment(1).session])
 
 
 # --- closing --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,174 @@
+"""Real nodes on this PC, a core each, and users who ask them together over the HTTP API."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import anyio
+import psutil
+
+from tests.prompts import PROMPTS
+
+FORMING_TIMEOUT_S = 600.0
+SILENCE_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """One answer as a user saw it."""
+
+    asked: float
+    pieces: tuple[float, ...]
+    """When each piece of text came, seconds."""
+    tokens: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    rate: float
+    """Tokens per second of all users together, while all of them decode."""
+    tpot_ms: list[float]
+    ttft_ms: float
+
+
+def prompt_of(turn: int) -> str:
+    return list(PROMPTS.values())[turn % len(PROMPTS)]
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """Nodes that share a model."""
+
+    apis: list[str]
+    processes: list[int]
+    logs: list[Path]
+
+
+@contextlib.asynccontextmanager
+async def ring_of(ir: Path, node_cores: Sequence[int]) -> AsyncIterator[tuple[Ring, aiohttp.ClientSession, list[str]]]:
+    """Nodes that share the model, one for each core, formed: (the nodes, a client, their stages as text)."""
+    timeout = aiohttp.ClientTimeout(total=None, sock_read=SILENCE_TIMEOUT_S)
+    with start_nodes(ir, node_cores) as ring:
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            try:
+                with anyio.fail_after(FORMING_TIMEOUT_S):
+                    *_, stages = [await formed(session, api, len(node_cores)) for api in ring.apis]
+            except TimeoutError:
+                logs = "\n".join(log.read_text(encoding="utf-8", errors="replace") for log in ring.logs)
+                raise SystemExit(f"no ring was formed:\n{logs}") from None
+            yield ring, session, stages
+
+
+@contextlib.contextmanager
+def start_nodes(ir: Path, node_cores: Sequence[int]) -> Iterator[Ring]:
+    """Processes of ``node.py``; several have too little memory each for the whole model, so that they share it."""
+    count = len(node_cores)
+    weights_mb = (ir / "openvino_model.bin").stat().st_size // 2**20
+    memory = f"{int(weights_mb * 0.85) + 100}MB" if count > 1 else f"{weights_mb + 1000}MB"
+    links, apis = _free_ports(count), _free_ports(count)
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        logs = [Path(folder, f"{number}.log") for number in range(count)]
+        nodes = []
+        for number in range(count):
+            command = [sys.executable, "node.py", "run", "--headless", "--open", "--swarm", f"bench-{links[0]}"]
+            command += ["--home", str(Path(folder, str(number))), "--name", f"node{number}", "--memory", memory]
+            command += ["--port", str(links[number]), "--api-port", str(apis[number])]
+            for other in links[:number] + links[number + 1 :]:
+                command += ["--peer", f"127.0.0.1:{other}"]
+            if number == 0:
+                command += ["--model", str(ir)]
+            nodes.append(stack.enter_context(_running(command, node_cores[number], logs[number])))
+        yield Ring([f"http://127.0.0.1:{port}" for port in apis], nodes, logs)
+
+
+@contextlib.contextmanager
+def _running(command: list[str], core: int, log: Path) -> Iterator[int]:
+    root = Path(__file__).parents[1]
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=root)
+    try:
+        if hasattr(psutil.Process, "cpu_affinity"):
+            psutil.Process(process.pid).cpu_affinity([core])
+        yield process.pid
+    finally:
+        process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(30)
+        process.kill()
+        process.wait()
+
+
+async def formed(session: aiohttp.ClientSession, url: str, stages: int) -> list[str]:
+    """Wait until the node at `url` serves in a ring of so many stages; they as text."""
+    while True:
+        with contextlib.suppress(aiohttp.ClientError):
+            async with session.get(f"{url}/status") as response:
+                status = await response.json()
+            if status["ready"] and len(status["stages"]) == stages:
+                return [f"{stage['name']} {stage['start']}-{stage['end']}" for stage in status["stages"]]
+        await anyio.sleep(0.5)
+
+
+async def ask_together(session: aiohttp.ClientSession, api: str, users: int, turn: int, tokens: int) -> Round:
+    """`users` prompts at once."""
+    asking = [ask(session, api, prompt_of(turn + user), tokens) for user in range(users)]
+    return together(await asyncio.gather(*asking))
+
+
+def together(streams: list[Stream]) -> Round:
+    """Count what came from the moment the last user has a first token until the first user is done."""
+    begin = max(stream.pieces[0] for stream in streams)
+    end = min(stream.pieces[-1] for stream in streams)
+    count = 0.0
+    tpot_ms = []
+    for stream in streams:
+        # A piece of text is a token, but for those that end inside a character.
+        tokens_a_piece = (stream.tokens - 1) / (len(stream.pieces) - 1)
+        count += tokens_a_piece * sum(begin < piece <= end for piece in stream.pieces)
+        tpot_ms.append((stream.pieces[-1] - stream.pieces[0]) * 1000 / (stream.tokens - 1))
+    ttft_ms = statistics.median((stream.pieces[0] - stream.asked) * 1000 for stream in streams)
+    return Round(count / (end - begin), tpot_ms, ttft_ms)
+
+
+async def ask(session: aiohttp.ClientSession, api: str, prompt: str, tokens: int) -> Stream:
+    body = {
+        "messages": [{"role": "user", "content": prompt}],
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    asked, pieces, text, count = time.perf_counter(), [], "", 0
+    async with session.post(f"{api}/v1/chat/completions", json=body) as response:
+        response.raise_for_status()
+        async for line in response.content:
+            if not line.startswith(b"data: {"):
+                continue
+            event = json.loads(line[6:])
+            count = (event.get("usage") or {}).get("completion_tokens", count)
+            for choice in event.get("choices", ()):
+                if piece := choice.get("delta", {}).get("content"):
+                    pieces.append(time.perf_counter())
+                    text += piece
+    return Stream(asked, tuple(pieces), count, text)
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        listening = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [one.getsockname()[1] for one in listening]
