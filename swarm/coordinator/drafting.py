@@ -171,7 +171,7 @@ class Drafting:
 
     def drafted(self, answer: Drafted, current: bool, log: TokenLog, now: float) -> None:
         """The draft model answered; `current`: in this attempt. A late answer is compared with what was drawn since."""
-        warming, self._warming, self._warm = self._warming, False, True
+        warm, self._warm, self._warming = self._warm, True, False
         self._drafted_at = now
         if not current or answer.start != self._asked:
             return
@@ -179,7 +179,7 @@ class Drafting:
         if not answer.tokens:
             self._model = False
             return
-        if not warming:
+        if warm:
             self._pace.drafted(len(answer.tokens), answer.seconds, self._asked_in_flight)
         tokens = self._before_stop(answer.tokens)
         for position, token in enumerate(tokens[: len(log) - answer.start], answer.start):
