@@ -223,7 +223,8 @@ class Drafting:
             return WAIT
         if choice.k and not guesses:
             return self._ask(len(log), choice.k, in_flight)
-        if not in_flight and self._probe_is_due(log):
+        if not in_flight and guesses is not left and self._probe_is_due(log):
+            self._probe_after *= 2
             return self._ask(len(log), min(count, PROBE_TOKENS), in_flight)
         warm_up = self._warm_up(len(log))
         self._guess(log, guesses)
@@ -253,14 +254,10 @@ class Drafting:
 
     def _probe_is_due(self, log: TokenLog) -> bool:
         """Its speed is measured with nothing else running: on one PC the ring and the draft model share a device."""
-        if not self._model or not self._warm or self._pace.plain_s is None or self._dry_at == len(log):
+        able = self._model and self._warm and self._dry_at != len(log)
+        if not able or self._settings.fixed_k is not None or self._pace.plain_s is None:
             return False
-        if not self._pace.model_measured:
-            return True
-        due = self._unused >= self._probe_after
-        if due:
-            self._probe_after *= 2
-        return due
+        return not self._pace.model_measured or self._unused >= self._probe_after
 
     def _warm_up(self, position: int) -> int:
         """Tokens to ask for, unawaited, so that the model reads the prompt while the ring goes on."""
