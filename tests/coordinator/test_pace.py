@@ -130,7 +130,8 @@ def test_it_settles_within_32_tokens(before: float) -> None:
     teach(pace, MODEL, 0.9 - 0.8 * before, 32)
     teach(fresh, MODEL, 0.9 - 0.8 * before, 200)
     settled, expected = (p.choose([MODEL] * 10, drafted=False) for p in (pace, fresh))
-    assert abs(settled.k - expected.k) <= 1
+    assert abs(settled.k - expected.k) <= 2
+    assert (settled.k == 0) == (expected.k == 0)
 
 
 def test_windows_in_flight_where_links_are_long() -> None:
