@@ -4,7 +4,7 @@ The model of cost. A window with k drafted tokens is k + 1 rows, and c_i is the 
 where those before it are. What is measured:
 
 - c: for each source of drafts, how many were accepted of those that were compared, the newest counting most.
-- L(r): latency, seconds from sending r rows into an idle ring to their tokens, for each r that was used.
+- L(r): latency, seconds from sending r rows into an idle ring to their tokens; a line through the trips of the windows.
 - s: the step, seconds between the answers to windows that follow one another closely, which is what the busiest stage
   takes. Until it is measured, L / stages.
 - t: seconds to draft one token while the ring is idle, and t' while windows are in flight: the draft model may share a
@@ -85,7 +85,7 @@ class Speculation:
     enabled: bool = True
     max_k: int = MAX_K
     fixed_k: int | None = None
-    """Draft so many wherever something can be drafted, at once and whatever it costs (tests, benchmarks)."""
+    """1 or more: draft so many wherever something can be drafted, at once and whatever it costs (tests, benchmarks)."""
     fixed_depth: int | None = None
     ngram: bool = True
     model: bool = True
