@@ -171,7 +171,7 @@ class Drafting:
 
     def drafted(self, answer: Drafted, current: bool, log: TokenLog, now: float) -> None:
         """The draft model answered; `current`: in this attempt. A late answer is compared with what was drawn since."""
-        warming, self._warming, self._warm = self._warming, False, True
+        warm, self._warm, self._warming = self._warm, True, False
         self._drafted_at = now
         if not current or answer.start != self._asked:
             return
@@ -179,7 +179,7 @@ class Drafting:
         if not answer.tokens:
             self._model = False
             return
-        if not warming:
+        if warm:
             self._pace.drafted(len(answer.tokens), answer.seconds, self._asked_in_flight)
         tokens = self._before_stop(answer.tokens)
         for position, token in enumerate(tokens[: len(log) - answer.start], answer.start):
@@ -223,7 +223,8 @@ class Drafting:
             return WAIT
         if choice.k and not guesses:
             return self._ask(len(log), choice.k, in_flight)
-        if not in_flight and self._probe_is_due(log):
+        if not in_flight and guesses is not left and self._probe_is_due(log):
+            self._probe_after *= 2
             return self._ask(len(log), min(count, PROBE_TOKENS), in_flight)
         warm_up = self._warm_up(len(log))
         self._guess(log, guesses)
@@ -253,14 +254,10 @@ class Drafting:
 
     def _probe_is_due(self, log: TokenLog) -> bool:
         """Its speed is measured with nothing else running: on one PC the ring and the draft model share a device."""
-        if not self._model or not self._warm or self._pace.plain_s is None or self._dry_at == len(log):
+        able = self._model and self._warm and self._dry_at != len(log)
+        if not able or self._settings.fixed_k is not None or self._pace.plain_s is None:
             return False
-        if not self._pace.model_measured:
-            return True
-        due = self._unused >= self._probe_after
-        if due:
-            self._probe_after *= 2
-        return due
+        return not self._pace.model_measured or self._unused >= self._probe_after
 
     def _warm_up(self, position: int) -> int:
         """Tokens to ask for, unawaited, so that the model reads the prompt while the ring goes on."""

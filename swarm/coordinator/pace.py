@@ -4,7 +4,7 @@ The model of cost. A window with k drafted tokens is k + 1 rows, and c_i is the 
 where those before it are. What is measured:
 
 - c: for each source of drafts, how many were accepted of those that were compared, the newest counting most.
-- L(r): latency, seconds from sending r rows into an idle ring to their tokens, for each r that was used.
+- L(r): latency, seconds from sending r rows into an idle ring to their tokens; a line through the trips of the windows.
 - s: the step, seconds between the answers to windows that follow one another closely, which is what the busiest stage
   takes. Until it is measured, L / stages.
 - t: seconds to draft one token while the ring is idle, and t' while windows are in flight: the draft model may share a
@@ -44,7 +44,7 @@ PLAIN_WINDOWS = 2
 """Measured before anything is drafted."""
 
 PRIOR_CHANCE = {MODEL: 0.65, 2: 0.3, 3: 0.45, 4: 0.55, 5: 0.65, 6: 0.7, 7: 0.75, 8: 0.8}
-"""Assumed acceptance. It counts as much as `PRIOR_WEIGHT` measured tokens: gone after a few windows."""
+"""Assumed acceptance. It counts as much as `PRIOR_WEIGHT` judged tokens, and fades as they do."""
 
 PRIOR_WEIGHT = 4.0
 MEMORY = 0.94
@@ -85,7 +85,7 @@ class Speculation:
     enabled: bool = True
     max_k: int = MAX_K
     fixed_k: int | None = None
-    """Draft so many wherever something can be drafted, at once and whatever it costs (tests, benchmarks)."""
+    """1 or more: draft so many wherever something can be drafted, at once and whatever it costs (tests, benchmarks)."""
     fixed_depth: int | None = None
     ngram: bool = True
     model: bool = True
@@ -140,7 +140,7 @@ class Pace:
         """`window`: windows in flight that the session allows."""
         self._settings = settings
         self._window = window
-        self._counts: dict[int, tuple[float, float]] = {}
+        self._counts = {source: (chance * PRIOR_WEIGHT, PRIOR_WEIGHT) for source, chance in PRIOR_CHANCE.items()}
         """Source to the weights of accepted and of judged tokens."""
         self._token_s: dict[bool, float] = {}
         """To draft one token with the model, by whether windows were in flight meanwhile: they may share a device."""
@@ -170,12 +170,13 @@ class Pace:
 
     def judged(self, source: int, accepted: bool) -> None:
         """A draft of `source` was compared with what the target drew."""
-        right, all_ = self._counts.get(source, (0.0, 0.0))
+        right, all_ = self._counts[source]
         self._counts[source] = (right * MEMORY + accepted, all_ * MEMORY + 1.0)
 
     def chance(self, source: int) -> float:
-        right, all_ = self._counts.get(source, (0.0, 0.0))
-        return min(MAX_CHANCE, (PRIOR_CHANCE[source] * PRIOR_WEIGHT + right) / (PRIOR_WEIGHT + all_))
+        """That a draft of `source` is the target's token."""
+        right, all_ = self._counts[source]
+        return min(MAX_CHANCE, right / all_)
 
     def drafted(self, tokens: int, seconds: float, in_flight: bool) -> None:
         """The model drafted `tokens` in `seconds`, while windows were in flight or not."""

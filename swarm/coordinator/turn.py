@@ -202,8 +202,9 @@ class Turn:
                 tokens = await self._drafter.draft(self.session.id, ask)
             except SwarmError:
                 tokens = ()  # the session goes on without it
-            self._drafted = Drafted(ask.attempt, ask.start, tokens, self._clock() - began)
-            self._wake.set()
+            if not scope.cancel_called:
+                self._drafted = Drafted(ask.attempt, ask.start, tokens, self._clock() - began)
+                self._wake.set()
 
     async def _emit(self, tokens: tuple[int, ...]) -> None:
         self._times += [self._clock()] * len(tokens)

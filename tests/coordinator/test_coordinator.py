@@ -5,19 +5,22 @@ from __future__ import annotations
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 
 import anyio
 import pytest
 
 from swarm.coordinator import adoption
 from swarm.coordinator.coordinator import Coordinator, CoordinatorLimits
+from swarm.coordinator.events import AskDraft
 from swarm.coordinator.idle import IdleLimits
 from swarm.coordinator.language import LanguageModel
+from swarm.coordinator.pace import Speculation
 from swarm.coordinator.requests import ChatMessage, Delta, FinishReason, GenerateRequest, Usage
 from swarm.coordinator.session import SessionLimits
 from swarm.coordinator.turn import INBOX, READER_BUFFER
-from swarm.protocol.errors import CapacityError, LinkClosedError, SessionError, UsageError
-from swarm.protocol.ids import NodeId, is_session_id
+from swarm.protocol.errors import CapacityError, DeviceError, LinkClosedError, SessionError, SwarmError, UsageError
+from swarm.protocol.ids import NodeId, SessionId, is_session_id
 from swarm.protocol.messages import Adopt, Adopted, CloseSession, Drawn, Message, Refused, RowKind, Segment
 from swarm.protocol.plan import NO_PLAN, Plan
 from swarm.ring.port import RingListener, RingLoad
@@ -186,6 +189,92 @@ async def test_an_answer_is_that_of_plain_decoding() -> None:
         assert usage.token_ms > 0
         assert threading.get_ident() not in h.letters.threads, "encoding does not block the event loop"
         assert h.coordinator.stats().tokens_per_second > 0
+
+
+class Oracle:
+    """A draft model that knows the answer; `error` or `hang` instead where they are set."""
+
+    available = True
+
+    def __init__(self, request: GenerateRequest) -> None:
+        self.answer = [*map(ord, expected(request, 40))]
+        self.prompt_tokens = len(Letters().render_chat([(m.role, m.content) for m in request.messages]))
+        self.error: SwarmError | None = None
+        self.hang = False
+        self.asked: list[AskDraft] = []
+        self.closed: list[SessionId] = []
+
+    async def draft(self, session: SessionId, ask: AskDraft) -> tuple[int, ...]:
+        self.asked.append(ask)
+        await anyio.lowlevel.checkpoint()
+        if self.hang:
+            await anyio.sleep_forever()
+        if self.error is not None:
+            raise self.error
+        start = ask.start - self.prompt_tokens
+        return tuple(self.answer[start : start + ask.count])
+
+    def close_session(self, session: SessionId) -> None:
+        self.closed.append(session)
+
+
+FIXED = replace(LIMITS, session=replace(LIMITS.session, draft_s=0.05), speculation=Speculation(fixed_k=3, ngram=False))
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+async def test_a_draft_model_drafts(depth: int) -> None:
+    request = ask("how are you?")
+    limits = replace(FIXED, speculation=Speculation(fixed_k=3, fixed_depth=depth, ngram=False))
+    async with house(limits=limits) as h:
+        oracle = Oracle(request)
+        h.coordinator.set_drafter(oracle)
+        text, _, usage = await collect(h.coordinator, request)
+        assert text == expected(request)
+        spent = usage.speculation
+        assert spent.model_accepted > 10
+        assert spent.rejected == 0
+        assert 1 <= spent.k <= 3
+        assert 1 <= spent.depth <= depth
+        assert h.coordinator.stats().speculation == spent
+        assert len(h.ring.sent) < 15, "windows of several tokens"
+        assert oracle.closed == [], "the session is kept for the next turn"
+        h.ring.change_plan(make_plan(2, 1))
+        assert oracle.closed == [h.ring.sent[0].session]
+
+
+async def test_a_draft_model_that_fails_stops_nobody() -> None:
+    request = ask("how are you?")
+    async with house(limits=FIXED) as h:
+        oracle = Oracle(request)
+        oracle.error = DeviceError("out of memory")
+        h.coordinator.set_drafter(oracle)
+        text, _, usage = await collect(h.coordinator, request)
+        assert text == expected(request)
+        assert usage.speculation.drafted == 0
+        assert len(oracle.asked) == 1
+
+
+async def test_a_draft_model_that_hangs_is_not_waited_for_again() -> None:
+    request = ask("how are you?")
+    async with house(limits=FIXED) as h:
+        oracle = Oracle(request)
+        oracle.hang = True
+        h.coordinator.set_drafter(oracle)
+        text, _, _ = await collect(h.coordinator, request)
+        assert text == expected(request)
+        assert len(oracle.asked) == 1
+
+
+async def test_an_answer_that_is_cancelled_cancels_its_draft() -> None:
+    request = ask("how are you?")
+    async with house(limits=replace(FIXED, session=LIMITS.session)) as h:
+        oracle = Oracle(request)
+        oracle.hang = True
+        h.coordinator.set_drafter(oracle)
+        async with aclosing(h.coordinator.generate(request)) as deltas:
+            await deltas.__anext__()
+            await until(lambda: bool(oracle.asked))
+        await until(lambda: h.coordinator.stats().running == 0)
 
 
 async def test_many_at_once() -> None:

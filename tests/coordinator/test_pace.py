@@ -1,0 +1,202 @@
+"""The model of cost, and how fast it is believed."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm.coordinator.pace import CLOCK_TICK_S, DEPTHS, MODEL, PLAIN_WINDOWS, Latency, Pace, Speculation
+
+ROW_S = {1: 0.090, 2: 0.083, 4: 0.096, 8: 0.131}
+"""Measured: the 1.5B model on one core."""
+
+
+def measured(stages: int = 1, *, one: float = 0.090, row: float = 0.006, settings: Speculation | None = None) -> Pace:
+    """A pace that knows its ring: `one` second for a row, `row` for each more."""
+    pace = Pace(settings or Speculation(), stages, 8)
+    now = 0.0
+    for rows in (1, 1, 4, 1, 4):
+        pace.answered(rows, now, now + one + row * (rows - 1), drafting=False)
+        now += 1.0
+    return pace
+
+
+def teach(pace: Pace, source: int, acceptance: float, tokens: int = 64) -> None:
+    for i in range(tokens):
+        pace.judged(source, (i * 37) % 100 < acceptance * 100)
+
+
+# --- latency ----------------------------------------------------------------------------------------------------------
+
+
+def test_latency_is_a_line_through_what_was_measured() -> None:
+    latency = Latency()
+    for _ in range(10):
+        for rows, seconds in ROW_S.items():
+            latency.add(rows, seconds)
+    for rows, seconds in ROW_S.items():
+        assert latency.at(rows) == pytest.approx(seconds, rel=0.1)
+
+
+def test_one_size_alone_tells_the_price_of_a_row_roughly() -> None:
+    latency = Latency()
+    assert not latency.measured
+    assert latency.at(4) > latency.at(1) == 1.0
+    latency.add(1, 0.1)
+    assert latency.at(1) == pytest.approx(0.1)
+    assert 0.1 < latency.at(2) < latency.at(8) < 0.2
+
+
+def test_a_hiccup_is_not_a_trend() -> None:
+    latency = Latency()
+    for _ in range(20):
+        latency.add(1, 0.1)
+    latency.add(1, 60.0)
+    assert latency.at(1) < 0.15
+
+
+def test_latency_follows_a_change() -> None:
+    latency = Latency()
+    for seconds in (0.1,) * 20 + (0.2,) * 32:
+        latency.add(1, seconds)
+    assert latency.at(1) == pytest.approx(0.2, rel=0.2)
+
+
+@given(st.lists(st.tuples(st.integers(1, 11), st.floats(0.0, 100.0)), min_size=1, max_size=40))
+def test_latency_is_never_nothing_and_more_rows_never_cost_less(found: list[tuple[int, float]]) -> None:
+    latency = Latency()
+    for rows, seconds in found:
+        latency.add(rows, seconds)
+    assert latency.at(1) >= CLOCK_TICK_S / 4
+    assert all(latency.at(rows) <= latency.at(rows + 1) for rows in range(1, 16))
+
+
+# --- what is chosen ---------------------------------------------------------------------------------------------------
+
+
+def test_the_first_windows_are_plain() -> None:
+    pace = Pace(Speculation(), 1, 8)
+    for number in range(PLAIN_WINDOWS):
+        assert pace.choose([8] * 10).k == 0
+        pace.answered(1, number, number + 0.1, drafting=False)
+    assert pace.choose([8] * 10).k > 0
+
+
+def test_nothing_to_draft_is_plain_decoding() -> None:
+    choice = measured().choose([])
+    assert (choice.k, choice.depth) == (0, 1)
+    assert choice.rate == pytest.approx(1 / 0.090, rel=0.02)
+
+
+@pytest.mark.parametrize("k", [1, 3, 7])
+def test_one_window_brings_what_the_closed_form_says(k: int) -> None:
+    """(1 - a^(k+1)) / (1 - a) tokens in k t + L(k+1)."""
+    pace = measured(settings=Speculation(fixed_k=k, fixed_depth=1))
+    teach(pace, MODEL, 0.8)
+    pace.drafted(1, 0.03, in_flight=False)
+    a = pace.chance(MODEL)
+    expected = (1 - a ** (k + 1)) / (1 - a) / (k * 0.03 + 0.090 + 0.006 * k)
+    assert pace.choose([MODEL] * 10, drafted=False).rate == pytest.approx(expected, rel=0.03)
+
+
+def test_drafts_that_cost_nothing_are_worth_more_of_them() -> None:
+    pace = measured()
+    for source in (MODEL, 8):
+        teach(pace, source, 0.9)
+    pace.drafted(1, 0.03, in_flight=False)
+    assert pace.choose([8] * 10).k > pace.choose([MODEL] * 10, drafted=False).k > 0
+
+
+def test_a_bad_draft_or_a_slow_one_is_not_used() -> None:
+    bad, slow = measured(), measured()
+    teach(bad, MODEL, 0.0)
+    bad.drafted(1, 0.03, in_flight=False)
+    teach(slow, MODEL, 0.95)
+    slow.drafted(1, 0.2, in_flight=False)
+    for pace in (bad, slow):
+        assert pace.choose([MODEL] * 10, drafted=False).k == 0
+
+
+@pytest.mark.parametrize("before", [0.0, 1.0])
+def test_it_settles_within_32_tokens(before: float) -> None:
+    """From all right to nearly all wrong, and back."""
+    pace, fresh = measured(), measured()
+    pace.drafted(1, 0.03, in_flight=False)
+    fresh.drafted(1, 0.03, in_flight=False)
+    teach(pace, MODEL, before, 200)
+    teach(pace, MODEL, 0.9 - 0.8 * before, 32)
+    teach(fresh, MODEL, 0.9 - 0.8 * before, 200)
+    settled, expected = (p.choose([MODEL] * 10, drafted=False) for p in (pace, fresh))
+    assert abs(settled.k - expected.k) <= 2
+    assert (settled.k == 0) == (expected.k == 0)
+
+
+def test_windows_in_flight_where_links_are_long() -> None:
+    pace = measured(3, one=0.5, row=0.001)
+    teach(pace, MODEL, 0.95)
+    pace.drafted(1, 0.005, in_flight=False)
+    pace.drafted(1, 0.005, in_flight=True)
+    now = 10.0
+    for _ in range(20):  # two follow one another at a step of 30 ms
+        pace.answered(4, now, now + 0.5, drafting=False)
+        pace.answered(4, now + 0.001, now + 0.63, drafting=True)
+        now += 1.0
+    assert pace.choose([MODEL] * 10, drafted=False).depth >= 4
+
+
+def test_one_window_at_a_time_where_one_stage_does_all() -> None:
+    pace = measured(1)
+    teach(pace, MODEL, 0.7)
+    pace.drafted(1, 0.03, in_flight=False)
+    pace.drafted(1, 0.06, in_flight=True)
+    choice = pace.choose([MODEL] * 10, drafted=False)
+    assert choice.k > 0
+    assert choice.depth == 1
+
+
+def test_a_disturbed_trip_is_not_measured() -> None:
+    pace = measured()
+    before = pace.plain_s
+    pace.lost(2)
+    pace.answered(1, 10.0, 15.0, drafting=False)
+    pace.answered(1, 20.0, 25.0, drafting=True)
+    assert pace.plain_s == before
+    pace.answered(1, 30.0, 30.2, drafting=False)
+    assert pace.plain_s is not None
+    assert before is not None
+    assert pace.plain_s > before
+
+
+@given(
+    stages=st.integers(1, 5),
+    one=st.floats(0.0, 1.0),
+    sources=st.lists(st.sampled_from([MODEL, 2, 5, 8]), max_size=10),
+    verdicts=st.lists(st.tuples(st.sampled_from([MODEL, 2, 5, 8]), st.booleans()), max_size=60),
+    token_s=st.none() | st.floats(0.0, 1.0),
+    fixed_k=st.none() | st.integers(1, 10),
+    fixed_depth=st.none() | st.sampled_from(DEPTHS),
+)
+def test_a_choice_is_always_allowed(
+    stages: int,
+    one: float,
+    sources: list[int],
+    verdicts: list[tuple[int, bool]],
+    token_s: float | None,
+    fixed_k: int | None,
+    fixed_depth: int | None,
+) -> None:
+    pace = measured(stages, one=one, settings=Speculation(fixed_k=fixed_k, fixed_depth=fixed_depth))
+    for source, right in verdicts:
+        pace.judged(source, right)
+    if token_s is not None:
+        pace.drafted(1, token_s, in_flight=False)
+    for drafted, count in itertools.product((True, False), (0, len(sources))):
+        choice = pace.choose(sources[:count], drafted)
+        assert 0 <= choice.k <= count
+        assert choice.rate > 0
+        assert choice.depth == 1 or choice.depth == fixed_depth or choice.depth <= 2 * stages
+        if count and fixed_k:
+            assert choice.k == min(fixed_k, count)
