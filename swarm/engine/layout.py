@@ -52,8 +52,8 @@ class Layout:
 
     def spans(self) -> Iterator[tuple[slice, slice]]:
         """(positions, their cells), in order."""
-        ends = [first for first, _ in self.runs[1:]] + [self.held]
-        for (first, offset), end in zip(self.runs, ends, strict=True):
+        ends = [first for first, _ in self.runs[1:]]
+        for (first, offset), end in zip(self.runs, [*ends, self.held], strict=False):
             yield slice(first, end), slice(first + offset, end + offset)
 
     def validate_state(self) -> None:

@@ -11,9 +11,9 @@ trimmed (each rule has a test that fails without it):
 3. No sum over a head's cells is shared between threads: their number divides that of the KV heads.
 4. Never a forward of one row, in body or head: where the plugin does not quantize activations, its kernel for one row
    of 8-bit weights is another.
-5. The cache is f16 (see `devices`).
 
-Windows, chunks of any size and single rows all go through one attention kernel, so nothing depends on a row's kind.
+Windows, chunks of any size and single rows all go through one attention kernel, so nothing depends on a row's kind. The
+cache is f16 (see `devices`): compaction copies it without rounding.
 """
 
 from __future__ import annotations
@@ -131,6 +131,10 @@ class StatefulEngine:
             return [self._run(segment) for segment in batch]
         except RuntimeError as error:
             raise DeviceError("the device failed in a forward", found=first_line(error)) from None
+
+    def adopt(self, session: SessionId, tokens: Sequence[int]) -> int:
+        """0: every session has a cache of its own."""
+        return 0
 
     def close_session(self, session: SessionId) -> None:
         self._sessions.pop(session, None)
