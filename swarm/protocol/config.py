@@ -77,6 +77,13 @@ def parse_port(text: str) -> int:
     return int(text)
 
 
+def parse_engine(text: str) -> str:
+    """One of `ENGINES`."""
+    if text not in ENGINES:
+        raise UsageError("no such engine", expected=" or ".join(ENGINES), found=repr(text)[:80])
+    return text
+
+
 def parse_peer(text: str) -> tuple[str, int]:
     """``HOST:PORT``, ``HOST`` (the default port), ``[V6]:PORT``."""
     host, separator, port = text.rpartition(":")

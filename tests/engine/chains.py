@@ -18,11 +18,14 @@ from swarm.model.publish import publish
 from swarm.model.shard import Shard, load_shard
 from swarm.model.store import Store
 from swarm.model.tiny import tiny_model
-from swarm.model.tokenizer import TOKENIZER_IRS
+from swarm.model.tokenizer import TOKENIZER_IRS, Tokenizer
 from swarm.protocol.config import PAGED
 from swarm.protocol.tensors import Array
+from tests.prompts import PROMPTS
 
 DEVICE = "CPU"
+
+KV_TOKENS = 4096
 
 THREADS = 1
 """A node of the benchmarks is one core; on a busy machine one thread is also the fastest."""
@@ -143,3 +146,22 @@ def assert_decode_together(chain: Chain, expected: Sequence[Plain], count: int, 
             place = f"{what}, session {session}, position {at}"
             assert_same_bits(rows[session : session + 1], one.logits[at : at + 1], place)
         tokens = [drawn[0] for drawn in results]
+
+
+def reference(model: Published, names: Sequence[str], count: int) -> dict[str, Plain]:
+    tokenizer = Tokenizer.load(model.ir)
+    whole = model.whole(KV_TOKENS)
+    found = {}
+    for session, name in enumerate(names):
+        found[name] = plain(whole, session, tokenizer.encode(PROMPTS[name]), count)
+        whole.engines[0].reset()
+    return found
+
+
+def chain_of(model: Published, stages: int) -> Chain:
+    return model.chain(even_cuts(model.layers, stages), KV_TOKENS)
+
+
+def chain_reset(chain: Chain) -> None:
+    for engine in chain.engines:
+        engine.reset()
