@@ -14,6 +14,7 @@ from swarm.model.cells import attend_over_cells, gather_beams
 from swarm.model.cut import cut
 from swarm.model.tiny import VOCABULARY, tiny_model
 from swarm.protocol.errors import UnsupportedModelError
+from tests.model.beams import without_beams
 
 LAYERS = 2
 SETTINGS = {
@@ -22,18 +23,6 @@ SETTINGS = {
     "INFERENCE_NUM_THREADS": 1,
     "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,
 }
-
-
-def without_beams(model: ov.Model) -> ov.Model:
-    """As some exporters write it: the cache is read without the Gather."""
-    for read in [node for node in model.get_ordered_ops() if node.get_type_name() == "ReadValue"]:
-        for target in list(read.output(0).get_target_inputs()):
-            gather = target.get_node()
-            if gather.get_type_name() == "Gather":
-                for after in list(gather.output(0).get_target_inputs()):
-                    after.replace_source_output(read.output(0))
-    rest = [p for p in model.get_parameters() if "beam_idx" not in p.output(0).get_names()]
-    return ov.Model(model.get_results(), model.get_sinks(), rest, "without_beams")
 
 
 def compiled_layers(model: ov.Model) -> Counter[str]:
