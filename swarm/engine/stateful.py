@@ -1,12 +1,13 @@
 """The stateful engine: one cache that only grows for each session, rejected cells masked. For devices without paged
 attention (arXiv 2608.19147, "rewind by mask"; what keeps it exact is ours).
 
-Sessions interleave, one forward each. A rewind costs nothing: the next segment's `start` says what is still looked at.
+Sessions interleave, one forward each. A rewind is bookkeeping: the next segment's `start` says what is still looked at.
 What makes its results equal, bit for bit, to plain decoding by the whole model and to a cache that was physically
 trimmed (each rule has a test that fails without it):
 
 1. A position keeps its lane: cells are left out so that it lies a multiple of 16 cells from where a cache without
-   rejected rows has it (`layout.ALIGN`). Left-out cells cost no row: they are put in at the attention alone.
+   rejected rows has it (`layout.ALIGN`). Left-out cells cost no row of the matrices, only of attention: its kernel
+   wants a query for each cell that is appended.
 2. The cache is never empty: it begins with 16 cells of nobody. The attention kernel for an empty cache is another one.
 3. No sum over a head's cells is shared between threads: their number divides that of the KV heads.
 4. Never a forward of one row, in body or head: where the plugin does not quantize activations, its kernel for one row
@@ -45,8 +46,9 @@ from swarm.protocol.tensors import Array
 FORWARD_ROWS = 256
 """Of one forward; longer segments are run in several, with the same bits. Bounds what attention keeps at once."""
 
-MASKED_CELLS = 512
-"""A session's cache is compacted at a rewind when it has more masked cells than this, and than half of those held."""
+MASKED_CELLS = 128
+"""A session's cache is compacted at a rewind when it has more masked cells than this, and than an eighth of those held.
+Every row looks at every cell, and compaction saves the cells that the rewind would leave out: it pays soon."""
 
 MASKED = -65504.0
 """Added to a score: far enough for a weight of exactly 0, and finite in f16."""
@@ -199,7 +201,7 @@ class StatefulEngine:
             return
         del session.tokens[start:]
         layout.rewind(start)
-        if layout.masked > max(MASKED_CELLS, layout.held // 2) or not start:
+        if layout.masked > max(MASKED_CELLS, layout.held // 8) or not start:
             self._compact(session)
 
     def _compact(self, session: _Session) -> None:

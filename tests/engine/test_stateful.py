@@ -122,10 +122,10 @@ def test_smollm2_any_interleaving_chunk_window_and_replay(smollm2_ir: Path, tmp_
     random = np.random.default_rng(4)
     whole = model.whole(KV_TOKENS)
     references = [plain(whole, n, random.integers(0, 2000, length).tolist(), 12) for n, length in enumerate((5, 40))]
-    chains = [model.chain(cuts, KV_TOKENS) for cuts in ([], [14], [9, 20])]
+    chains = [model.chain(cuts, KV_TOKENS) for cuts in ([14], [9, 20])]
 
     @given(st.sampled_from(chains), st.data())
-    @settings(max_examples=6, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=2, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     def run(chain: Chain, data: st.DataObject) -> None:
         live(chain, data.draw(st.lists(st.sampled_from(references), min_size=1, max_size=3)), data, least=1)
 

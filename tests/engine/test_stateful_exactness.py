@@ -39,7 +39,7 @@ def smollm2(smollm2_ir: Path, tmp_path_factory: pytest.TempPathFactory) -> Publi
 
 @pytest.fixture(scope="module")
 def smollm2_beginning(smollm2: Published) -> dict[str, Plain]:
-    return reference(smollm2, ["factual", "code"], 48)
+    return reference(smollm2, ["factual", "code"], 24)
 
 
 @pytest.fixture(scope="module")
