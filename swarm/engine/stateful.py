@@ -58,6 +58,7 @@ MASKED = -65504.0
 class _Session:
     """One session's cache on the device."""
 
+    compiled: Any
     request: Any
     layout: Layout = field(default_factory=Layout)
     tokens: list[int] = field(default_factory=list)
@@ -94,6 +95,8 @@ class StatefulEngine:
             parts.model.validate_nodes_and_infer_types()
         self._model = parts.model
         self._compiled = self._compile()
+        self._idle = [self._compiled]
+        """Compiled models without a session, where each has its own."""
         self._inputs = {name for port in self._compiled.inputs for name in port.get_names()}
         self._masks = ov.Core().compile_model(parts.masks, "CPU", _MASK_PROPERTIES).create_infer_request()
         self._mask_inputs = {name for port in self._masks.model_inputs for name in port.get_names()}
@@ -139,15 +142,18 @@ class StatefulEngine:
         return 0
 
     def close_session(self, session: SessionId) -> None:
-        self._sessions.pop(session, None)
+        closed = self._sessions.pop(session, None)
+        if closed is not None and self._settings.model_per_session:
+            self._idle.append(closed.compiled)
 
     def reset(self) -> None:
-        self._sessions.clear()
+        for session in list(self._sessions):
+            self.close_session(session)
 
     def close(self) -> None:
         self._sessions.clear()
         self._drawn_from = []
-        del self._compiled, self._masks, self._model, self._weights
+        del self._idle, self._compiled, self._masks, self._model, self._weights
 
     def logits(self) -> Array:
         """Of the last batch's wanted rows, ``[rows, vocabulary]`` f32 in batch order."""
@@ -213,8 +219,10 @@ class StatefulEngine:
         session.layout.compact()
 
     def _open(self, name: SessionId) -> _Session:
-        compiled = self._compile() if self._settings.model_per_session else self._compiled
-        session = self._sessions[name] = _Session(compiled.create_infer_request())
+        compiled = self._compiled
+        if self._settings.model_per_session:
+            compiled = self._idle.pop() if self._idle else self._compile()
+        session = self._sessions[name] = _Session(compiled, compiled.create_infer_request())
         for variable in session.request.query_state():
             _, heads, _, size = variable.state.shape
             variable.state = ov.Tensor(np.zeros((1, heads, ALIGN, size), np.float32))

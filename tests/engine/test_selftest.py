@@ -77,7 +77,7 @@ def test_stateful_rule_1_positions_that_change_their_lane_change_the_bits(monkey
 
 def test_stateful_rule_2_a_cache_that_begins_empty_changes_the_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     def open_empty(engine: stateful.StatefulEngine, name: SessionId) -> Any:
-        session = stateful._Session(engine._compiled.create_infer_request(), Layout(cells=0))
+        session = stateful._Session(engine._compiled, engine._compiled.create_infer_request(), Layout(cells=0))
         engine._sessions[name] = session
         return session
 

@@ -240,6 +240,20 @@ def test_siblings_do_not_notice_that_a_session_is_opened_reset_or_closed(engine:
         assert_same_bits(engine.logits()[1:], one.logits[position : position + 1], f"position {position}")
 
 
+def test_where_sessions_need_models_of_their_own_they_get_and_return_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And compute the same."""
+    monkeypatch.setitem(devices._PROFILES, "CPU", replace(devices.profile("CPU"), model_per_session=True))
+    one = tiny_references()[1]
+    engine = StatefulEngine(Shard(tiny_model(LAYERS)), DEVICE, 256, VOCABULARY, THREADS)
+    for _ in range(2):
+        engine.run([segment(n, 0, one.prompt) for n in (1, 2)])
+        assert_same_bits(engine.logits(), one.logits[[len(one.prompt) - 1] * 2], "two sessions")
+        used = {id(session.compiled) for session in engine._sessions.values()}
+        assert len(used) == 2
+        engine.reset()
+        assert {id(compiled) for compiled in engine._idle} == used
+
+
 @pytest.mark.parametrize(
     ("bad", "error", "reason"),
     [
