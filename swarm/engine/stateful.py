@@ -130,9 +130,9 @@ class StatefulEngine:
             )
 
     def run(self, batch: Sequence[Segment]) -> list[Output]:
-        self._reserve(batch)
         self._drawn_from = []
         try:
+            self._reserve(batch)
             return [self._run(segment) for segment in batch]
         except RuntimeError as error:
             raise DeviceError("the device failed in a forward", found=first_line(error)) from None
