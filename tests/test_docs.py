@@ -101,6 +101,7 @@ def test_every_variable_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A variable of the table changes the settings, and so does no other name of the pages."""
     values = {"PORT": "7000", "API_PORT": "7001", "MEMORY": "8GB", "DISK": "50GB", "OPEN": "1", "HEADLESS": "1"}
     values["SPECULATION"] = "off"
+    values["ENGINE"] = "stateful"
     for name in re.findall(r"`SWARM_(\w+)` \|", OPERATIONS):
         assert parse([], {f"SWARM_{name}": values.get(name, "something")}).settings != parse([], {}).settings
     for variable in set(re.findall(r"SWARM_\w+", "".join(page.read_text("utf-8") for page in PAGES))):

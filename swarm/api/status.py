@@ -35,6 +35,7 @@ def status(snapshot: Snapshot) -> dict[str, Any]:
         "kv_tokens": snapshot.plan.kv_tokens,
         "predicted_token_ms": snapshot.plan.predicted_token_ms,
         "ring_token_ms": list(snapshot.plan.ring_token_ms),
+        "engine": snapshot.plan.engine,
         "note": snapshot.plan.note,
         "forming": None if forming is None else {"epoch": forming.epoch.number, "stages": _stages(forming)},
         "missing_bytes": _missing_bytes(snapshot),

@@ -15,6 +15,7 @@ from swarm.protocol.config import (
     DEFAULT_PORT,
     DRAFT_AUTO,
     Settings,
+    parse_engine,
     parse_name,
     parse_peer,
     parse_port,
@@ -118,6 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     node.add_argument("--peer", metavar="HOST:PORT", action="append", help="a node to dial where multicast fails")
     node.add_argument("--interface", metavar="IF", action="append", help="network interface to use (default: chosen)")
     node.add_argument("--device", metavar="D", help="OpenVINO device for inference (default: CPU)")
+    node.add_argument("--engine", metavar="E", help="paged or stateful; one for the whole ring (default: paged)")
     node.add_argument("--headless", action="store_true", help="plain log lines instead of the dashboard")
     commands.add_parser("run", parents=[home, disk, node], help="run a node (the default)")
     ask = commands.add_parser("ask", parents=[home], help="ask the swarm through the node that runs here")
@@ -150,7 +152,7 @@ def _settings(given: Mapping[str, object], environ: Mapping[str, str]) -> Settin
     def flag(name: str) -> bool:
         return name in given or environ.get(f"SWARM_{name.upper()}", "").lower() in ("1", "true", "yes", "on")
 
-    home = text("home")
+    home, engine = text("home"), text("engine")
     settings = Settings(
         home=Path(home).expanduser().absolute() if home else platformdirs.user_data_path("swarm", appauthor=False),
         model=text("model"),
@@ -160,6 +162,7 @@ def _settings(given: Mapping[str, object], environ: Mapping[str, str]) -> Settin
         interfaces=tuple(many("interface")),
         device=text("device"),
         draft=text("draft") or DRAFT_AUTO,
+        engine=parse_engine(engine) if engine else None,
         headless=flag("headless"),
     )
     name, memory, disk, swarm = text("name"), text("memory"), text("disk"), text("swarm")

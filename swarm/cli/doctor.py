@@ -25,7 +25,7 @@ import openvino as ov
 from swarm.engine.devices import usable_devices
 from swarm.engine.selftest import self_test
 from swarm.model.store import Store
-from swarm.protocol.config import DEFAULT_PORT, Settings
+from swarm.protocol.config import DEFAULT_PORT, PAGED, Settings
 from swarm.protocol.errors import SwarmError, UsageError
 from swarm.protocol.ids import NodeId
 from swarm.ring.discovery import Announcement, DiscoveredPeer, Discovery, Trouble
@@ -334,19 +334,20 @@ def _check_pairing(settings: Settings) -> Check:
     return Check(True, "pairing", f"{name}: no code here yet; the first PC makes one, a later one asks for it once")
 
 
-def device_checks() -> list[Check]:
-    """The engine's self-test on every device it can drive; blocking, about a second each."""
+def device_checks(engine: str = PAGED) -> list[Check]:
+    """The self-test of `engine` on every device it can drive; blocking, about two seconds each."""
     checks = []
     for device in usable_devices():
         try:
-            found = self_test(device)
+            found = self_test(device, kind=engine)
         except SwarmError as error:
             checks.append(Check(False, f"self-test {device}", str(error), "Use another --device."))
             continue
         off = {name: value for name, value in found.differences.items() if value}
-        detail = f"exact: {', '.join(found.differences)} equal plain decoding bit for bit ({found.seconds:.1f} s)"
+        detail = f"exact: {', '.join(found.differences)} equal plain decoding bit for bit"
         if off:
             detail = "not exact: " + ", ".join(f"{name} differs by {value:.2g}" for name, value in off.items())
+        detail += f" ({engine} engine, {found.seconds:.1f} s)"
         action = "Answers may depend on how the layers are shared; use --device CPU for exact ones." if off else ""
         checks.append(Check(not off, f"self-test {device}", detail, action))
     return checks

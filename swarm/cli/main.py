@@ -12,6 +12,7 @@ from typing import Any
 import anyio
 
 from swarm.cli.args import Command, parse
+from swarm.protocol.config import PAGED
 from swarm.protocol.errors import SwarmError, UsageError
 
 if sys.version_info < (3, 11):
@@ -51,7 +52,8 @@ async def _run(command: Command) -> int:
         if command.name == "doctor":
             from swarm.cli.doctor import device_checks, run_doctor
 
-            return await run_doctor(command.settings, sys.stdout, await anyio.to_thread.run_sync(device_checks))
+            checks = await anyio.to_thread.run_sync(device_checks, command.settings.engine or PAGED)
+            return await run_doctor(command.settings, sys.stdout, checks)
         if command.models is not None:
             from swarm.cli.models import run_models
 

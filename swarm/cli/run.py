@@ -25,7 +25,7 @@ from swarm.coordinator.pace import Speculation
 from swarm.engine.devices import choose_device
 from swarm.model.sources import resolve
 from swarm.model.store import Store
-from swarm.protocol.config import DEFAULT_API_PORT, DEFAULT_PORT, DRAFT_AUTO, DRAFT_NONE, Settings
+from swarm.protocol.config import DEFAULT_API_PORT, DEFAULT_PORT, DRAFT_AUTO, DRAFT_NONE, PAGED, Settings
 from swarm.protocol.errors import UsageError
 from swarm.protocol.messages import Phase
 from swarm.protocol.snapshot import Snapshot, SpeculationView
@@ -182,6 +182,7 @@ class _Node:
             memory_bytes=settings.memory_bytes or advertised_memory(found.total, found.available),
             device=device,
             speed=measure_speed(device),
+            engine=settings.engine or PAGED,
             wanted="" if settings.model == "default" else settings.model or "",
             port=settings.port,
             peers=settings.peers,

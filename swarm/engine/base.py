@@ -79,3 +79,9 @@ def check_rows(segment: Segment, vocabulary: int, hidden_size: int) -> None:
     expected = ((len(segment.tokens), hidden_size), np.dtype(np.float32)) if hidden_size else None
     if found != expected:
         raise SessionError("a segment for another stage", expected=str(expected or "ids only"), found=str(found))
+
+
+def first_line(error: Exception) -> str:
+    """What OpenVINO says, without where in its source it says it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[-1] if lines else type(error).__name__)[:300]

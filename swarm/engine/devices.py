@@ -17,6 +17,8 @@ class DeviceProfile:
     block_tokens: int
     """Positions in a block of its paged attention."""
     properties: dict[str, Any] = field(default_factory=dict)
+    model_per_session: bool = False
+    """Of the stateful engine: each session gets a compiled model of its own, weights and all."""
 
 
 _CPU = DeviceProfile(
@@ -31,7 +33,12 @@ _CPU = DeviceProfile(
         "NUM_STREAMS": 1,
     },
 )
-_GPU = DeviceProfile(16, {"KV_CACHE_PRECISION": "f16", "PERFORMANCE_HINT": "LATENCY"})
+_GPU = DeviceProfile(
+    16,
+    {"KV_CACHE_PRECISION": "f16", "PERFORMANCE_HINT": "LATENCY"},
+    # A reset of one request's cache breaks those of its siblings (arXiv 2608.19147).
+    model_per_session=True,
+)
 
 _PROFILES = {"CPU": _CPU, "GPU": _GPU}
 

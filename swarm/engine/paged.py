@@ -17,13 +17,12 @@ from typing import Any
 
 import numpy as np
 import openvino as ov
-from openvino import opset13 as ops
 from openvino._offline_transformations import paged_attention_transformation
 
-from swarm.engine.base import Output, check_rows
+from swarm.engine.base import Output, check_rows, first_line
 from swarm.engine.blocks import BlockPool, BlockTable
 from swarm.engine.devices import profile
-from swarm.engine.sampling import draw
+from swarm.engine.head import HEAD_ROWS_INPUT, MIN_ROWS, draw_wanted, gather_head_rows, head_rows
 from swarm.model.cut import HIDDEN_INPUT, LOGITS_OUTPUT
 from swarm.model.grouping import weight_group, weights_of_graph
 from swarm.model.layers import TOKENS_INPUT
@@ -33,13 +32,8 @@ from swarm.protocol.ids import SessionId
 from swarm.protocol.messages import RowKind, Segment
 from swarm.protocol.tensors import Array
 
-MIN_ROWS = 2
-"""Of a forward, and of the head's rows in it (rule 3)."""
-
 MAX_ROWS = 1024
 """Of a forward. More rows add little speed and much working memory."""
-
-_HEAD_ROWS = "head_rows"
 
 
 class PagedEngine:
@@ -69,11 +63,11 @@ class PagedEngine:
             if not self._first:
                 _restore_hidden_size(model, self._hidden_size)
             if self._last:
-                _gather_head_rows(model)
+                gather_head_rows(model, axis=0)
             model.validate_nodes_and_infer_types()
             self._compiled = ov.Core().compile_model(model, device, properties)
         except RuntimeError as error:
-            raise DeviceError(f"{device} cannot compile the shard", found=_first_line(error)) from None
+            raise DeviceError(f"{device} cannot compile the shard", found=first_line(error)) from None
         self._pool = BlockPool(-(-kv_tokens // settings.block_tokens), settings.block_tokens)
         self._request = self._compiled.create_infer_request()
         self._caches = self._allocate_caches()
@@ -109,11 +103,11 @@ class PagedEngine:
             rows.pad(self._pool.SCRATCH)
         self._set_inputs(rows, batch)
         if self._last:
-            self._request.set_tensor(_HEAD_ROWS, ov.Tensor(rows.head_rows()))
+            self._set(HEAD_ROWS_INPUT, head_rows(rows.wanted))
         try:
             self._request.infer()
         except RuntimeError as error:
-            raise DeviceError("the device failed in a forward", found=_first_line(error)) from None
+            raise DeviceError("the device failed in a forward", found=first_line(error)) from None
         for table in tables:
             self._pool.publish(table)
         result = self._request.get_output_tensor(0).data
@@ -169,13 +163,9 @@ class PagedEngine:
         logits = result.reshape(result.shape[0], -1)
         outputs, row = [], 0
         for segment, table in zip(batch, tables, strict=True):
-            end = segment.start + len(segment.tokens)
-            history = np.array(table.tokens, np.int64) if segment.sampling.repetition_penalty != 1.0 else _NO_HISTORY
-            drawn = []
-            for position in range(end - segment.wanted + 1, end + 1):
-                drawn.append(draw(logits[row], segment.sampling, position, history[:position]))
-                row += 1
-            outputs.append(Output(drawn=tuple(drawn)))
+            rows = logits[row : row + segment.wanted]
+            outputs.append(Output(drawn=draw_wanted(segment, rows, table.tokens)))
+            row += segment.wanted
         return outputs
 
     def _allocate_caches(self) -> list[ov.Tensor]:
@@ -195,9 +185,6 @@ class PagedEngine:
         return caches
 
 
-_NO_HISTORY = np.empty(0, np.int64)
-
-
 class _Rows:
     """A batch flattened into the inputs of the paged-attention pass."""
 
@@ -209,11 +196,11 @@ class _Rows:
         self.blocks: list[int] = []
         self.block_begins = [0]
         self.spans: list[tuple[int, int]] = []
-        self._wanted: list[int] = []
+        self.wanted: list[int] = []
         for segment, table in zip(batch, tables, strict=True):
             count, first = len(segment.tokens), len(self.tokens)
             self.spans.append((first, count))
-            self._wanted += range(first + count - segment.wanted, first + count)
+            self.wanted += range(first + count - segment.wanted, first + count)
             if segment.kind is RowKind.PREFILL:
                 self._add(segment.tokens, segment.start, table.blocks)
             else:
@@ -227,11 +214,6 @@ class _Rows:
     def pad(self, scratch: int) -> None:
         """A row of its own in the scratch block."""
         self._add((0,), 0, [scratch])
-
-    def head_rows(self) -> Array:
-        """Rows whose logits are computed: the wanted ones, padded to `MIN_ROWS`."""
-        rows = self._wanted + [0] * (MIN_ROWS - len(self._wanted))
-        return np.array(rows, np.int64)
 
     def _add(self, tokens: Sequence[int], start: int, blocks: Sequence[int]) -> None:
         self.tokens += tokens
@@ -260,20 +242,3 @@ def _restore_hidden_size(model: ov.Model, hidden_size: int) -> None:
     for parameter in model.get_parameters():
         if HIDDEN_INPUT in parameter.output(0).get_names():
             parameter.set_partial_shape(ov.PartialShape([-1, hidden_size]))
-
-
-def _gather_head_rows(model: ov.Model) -> None:
-    """Compute the head only for the rows listed in a new input ``head_rows [n]`` i64."""
-    node: Any = model.get_results()[0]
-    while node.get_type_name() != "MatMul":
-        node = node.input_value(0).get_node()
-    rows = ops.parameter([-1], ov.Type.i64, name=_HEAD_ROWS)
-    rows.output(0).set_names({_HEAD_ROWS})
-    wanted = ops.gather(node.input_value(0), rows, ops.constant(np.int64(0)))
-    node.input(0).replace_source_output(wanted.output(0))
-    model.add_parameters([rows])
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[-1] if lines else type(error).__name__)[:300]

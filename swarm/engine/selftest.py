@@ -1,4 +1,4 @@
-"""The self-test of a device: do the exactness rules of the paged engine hold here?
+"""The self-test of a device: do the exactness rules of an engine hold here?
 
 A small random model decodes plainly, all its layers in one shard, one session, one row at a time. Then the same tokens
 are run in other ways, and every logit is compared bit by bit.
@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from swarm.engine.paged import PagedEngine
+from swarm.engine.kinds import ExactEngine, make_engine
 from swarm.model.cut import cut
 from swarm.model.shard import Shard
 from swarm.model.tiny import VOCABULARY, tiny_model
+from swarm.protocol.config import PAGED
 from swarm.protocol.ids import NO_EPOCH, NodeId, SessionId
 from swarm.protocol.messages import RowKind, Segment
 from swarm.protocol.sampling import GREEDY
@@ -27,6 +28,8 @@ LAYERS, PROMPT, DECODED = 3, 40, 24
 @dataclass(frozen=True, slots=True)
 class SelfTest:
     device: str
+    engine: str
+    """One of `kinds.ENGINES`."""
     differences: dict[str, float]
     """For each way of running, the largest |difference| of a logit from plain decoding; 0.0 is exact."""
     seconds: float
@@ -39,7 +42,7 @@ class SelfTest:
 class Chain:
     """Engines one behind the other, as the stages of a ring are, without a ring."""
 
-    def __init__(self, engines: Sequence[PagedEngine]) -> None:
+    def __init__(self, engines: Sequence[ExactEngine]) -> None:
         self.engines = engines
 
     def run(self, batch: Sequence[Segment]) -> tuple[list[tuple[int, ...]], Array]:
@@ -76,12 +79,15 @@ def segment(session: int, start: int, tokens: Sequence[int], wanted: int = 1, ki
     return Segment(name, NodeId("0" * 32), NO_EPOCH, 0, start, kind, tuple(tokens), wanted, GREEDY)
 
 
-def self_test(device: str, threads: int | None = None) -> SelfTest:
-    """Run every check on `device`; blocking, about a second. Raises `DeviceError` where it cannot run a shard."""
+def self_test(device: str, threads: int | None = None, kind: str = PAGED) -> SelfTest:
+    """Run every check of the engine `kind` on `device`; blocking, about a second.
+
+    Raises `DeviceError` where it cannot run a shard.
+    """
     began = time.perf_counter()
 
-    def engine(start: int, end: int) -> PagedEngine:
-        return PagedEngine(Shard(cut(tiny_model(LAYERS), start, end)), device, 1024, VOCABULARY, threads)
+    def engine(start: int, end: int) -> ExactEngine:
+        return make_engine(kind, Shard(cut(tiny_model(LAYERS), start, end)), device, 1024, VOCABULARY, threads)
 
     whole = Chain([engine(0, LAYERS)])
     random = np.random.default_rng(1)
@@ -98,7 +104,7 @@ def self_test(device: str, threads: int | None = None) -> SelfTest:
         "windows": lambda: check_windows(whole, reference, random),
     }
     differences = {name: check() for name, check in checks.items()}
-    return SelfTest(device, differences, time.perf_counter() - began)
+    return SelfTest(device, kind, differences, time.perf_counter() - began)
 
 
 @dataclass(frozen=True, slots=True)

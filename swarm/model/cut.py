@@ -17,6 +17,7 @@ import openvino as ov
 from openvino import opset13 as ops
 
 from swarm.model.layers import Graph, LayerMap, map_layers
+from swarm.model.lengths import Lengths, dimension_marks
 from swarm.protocol.errors import UnsupportedModelError
 
 HIDDEN_INPUT = "inputs_embeds"
@@ -27,10 +28,6 @@ LOGITS_OUTPUT = "logits"
 
 _SWAPPED = np.array([0, 2, 1, 3], np.int64)
 """Between ``[batch, heads, rows, size]`` and ``[batch, rows, heads, size]``."""
-
-# Marks that `_dimension_marks` lets OpenVINO carry through the graph to tell dynamic dimensions apart. Any two
-# different values that no axis of a model has would do: static axes are told by being static.
-_BATCH, _ROWS, _TOTAL, _PAST = 1_000_003, 1_000_033, 1_000_037, 1_000_081
 
 
 def cut(model: ov.Model, start: int, end: int) -> ov.Model:
@@ -93,7 +90,7 @@ class _Seam:
         self._crossing = layer_map.crossing(start)
         self._entries = {self._entry, *(cache.new for cache in self._crossing)}
         self._foreign = self._find_foreign()
-        self._marks = _dimension_marks(model)
+        self._marks = dimension_marks(model)
         self._hidden = _hidden_parameter(graph.nodes[self._entry], [graph.nodes[c.new] for c in self._crossing])
         self._lengths = self._make_lengths()
 
@@ -108,7 +105,7 @@ class _Seam:
             if index is not None and self._graph.types[index] == "ShapeOf":
                 source = self._graph.inputs[index][0]
                 if self._foreign[source] and source not in self._entries:
-                    _replace(node, self._same_shape(node, source))
+                    _replace(node, self._lengths.shape_like(node, self._marks))
         behind = (self._graph.index.get(node.get_name()) for node in _behind(ends))
         left = [index for index in behind if index is not None and self._foreign[index]]
         if left:
@@ -147,8 +144,7 @@ class _Seam:
                 foreign[i] = any(foreign[p] and p not in self._entries for p in graph.inputs[i])
         return foreign
 
-    def _make_lengths(self) -> dict[str, ov.Node]:
-        """Nodes ``[1]`` i64 with the lengths that a dynamic dimension can have."""
+    def _make_lengths(self) -> Lengths:
         cache = next(
             node
             for i, node in enumerate(self._graph.nodes)
@@ -158,22 +154,7 @@ class _Seam:
         past_axis = _past_axis(cache)
         hidden_shape, cache_shape = ops.shape_of(self._hidden), ops.shape_of(gathered)
         rows, past = _axis(hidden_shape, 1), _axis(cache_shape, past_axis)
-        return {"batch": _axis(hidden_shape, 0), "rows": rows, "past": past, "total": ops.add(past, rows)}
-
-    def _same_shape(self, shape_of: ov.Node, source: int) -> ov.Node:
-        """What `shape_of` reads from the foreign node `source`, made from the shard's own inputs."""
-        node = self._graph.nodes[source]
-        output = shape_of.input_value(0).get_index()
-        parts: list[ov.Node] = []
-        marks = self._marks[node.get_friendly_name()][output]
-        for dimension, mark in zip(node.get_output_partial_shape(output), marks, strict=True):
-            if dimension.is_static:
-                parts.append(ops.constant(np.array([dimension.get_length()], np.int64)))
-            else:
-                parts.append(self._lengths[_meaning(mark, node)])
-        shape: ov.Node = ops.concat(parts, 0)
-        wanted = shape_of.get_output_element_type(0)
-        return shape if wanted == ov.Type.i64 else ops.convert(shape, wanted)
+        return Lengths(batch=_axis(hidden_shape, 0), rows=rows, past=past, total=ops.add(past, rows))
 
 
 def _columns(rows: ov.Node, first: int, end: int) -> ov.Node:
@@ -192,58 +173,6 @@ def _hidden_parameter(entry: ov.Node, fed: Sequence[ov.Node]) -> ov.Node:
     hidden = ops.parameter([-1, -1, width], entry.get_output_element_type(0), name=HIDDEN_INPUT)
     hidden.output(0).set_names({HIDDEN_INPUT})
     return hidden
-
-
-def _dimension_marks(model: ov.Model) -> dict[str, list[ov.PartialShape]]:
-    """The shape of every tensor when the inputs' dynamic axes carry marks.
-
-    Bounds, not fixed lengths: exporters leave reshapes to length 0 in branches that the plugin fuses away, and a fixed
-    length contradicts those.
-    """
-    marked = model.clone()
-    rows, total = ov.Dimension(0, _ROWS), ov.Dimension(0, _TOTAL)
-    shapes = {}
-    for value in marked.inputs:
-        name = value.get_any_name()
-        rank = value.get_partial_shape().rank.get_length()
-        axes = [ov.Dimension(_BATCH), total if name == "attention_mask" else rows]
-        if rank <= 2 and all(axis.is_dynamic for axis in value.get_partial_shape()):
-            shapes[name] = ov.PartialShape(axes[:rank])
-    caches = {
-        node.get_variable_id(): _marked_cache(node.get_output_partial_shape(0))
-        for node in marked.get_ordered_ops()
-        if node.get_type_name() == "ReadValue"
-    }
-    marked.reshape(shapes, caches)
-    return {
-        node.get_friendly_name(): [node.get_output_partial_shape(k) for k in range(node.get_output_size())]
-        for node in marked.get_ordered_ops()
-    }
-
-
-def _marked_cache(shape: ov.PartialShape) -> ov.PartialShape:
-    """``[batch, heads, length, size]``, whichever axis the length is."""
-    axes = [ov.Dimension(0, _PAST) if axis.is_dynamic else axis for axis in shape]
-    return ov.PartialShape([ov.Dimension(_BATCH), *axes[1:]])
-
-
-def _meaning(mark: ov.Dimension, node: ov.Node) -> str:
-    """Which of the shard's lengths a marked dimension of `node` is.
-
-    Attention loses the mark of its rows, because those of its mask are not known; a cache's marks do not get lost.
-    """
-    if mark.is_static:
-        meaning = "batch" if mark.get_length() == _BATCH else None
-    else:
-        meanings = {_ROWS: "rows", -1: "rows", _TOTAL: "total", _PAST + _ROWS: "total", _PAST: "past"}
-        meaning = meanings.get(mark.get_max_length())
-    if meaning is not None:
-        return meaning
-    raise UnsupportedModelError(
-        "a length that a layer reads from an earlier one cannot be told",
-        expected="batch, rows, past or total length",
-        found=f"{mark} of {node.get_type_name()} {node.get_friendly_name()}"[:120],
-    )
 
 
 def _past_axis(cache: ov.Node) -> int:

@@ -23,6 +23,10 @@ DRAFT_AUTO = "auto"
 DRAFT_NONE = "none"
 """Draft without a model: from the text itself."""
 
+PAGED, STATEFUL = "paged", "stateful"
+ENGINES = (PAGED, STATEFUL)
+"""What runs a node's layers. All stages of a ring run the same one: their last bits differ."""
+
 _SIZE = re.compile(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
 _NAME = re.compile(r"[\w .()+-]+")
 
@@ -43,6 +47,8 @@ class Settings:
     peers: tuple[tuple[str, int], ...] = ()
     interfaces: tuple[str, ...] = ()
     device: str | None = None
+    engine: str | None = None
+    """One of `ENGINES`."""
     headless: bool = False
     disk_bytes: int | None = None
     """What the models may take on the disk."""
@@ -69,6 +75,13 @@ def parse_port(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= 5 and 1 <= int(text) <= 65535):
         raise UsageError("port out of range", expected="1 to 65535", found=repr(text))
     return int(text)
+
+
+def parse_engine(text: str) -> str:
+    """One of `ENGINES`."""
+    if text not in ENGINES:
+        raise UsageError("no such engine", expected=" or ".join(ENGINES), found=repr(text)[:80])
+    return text
 
 
 def parse_peer(text: str) -> tuple[str, int]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import ClassVar, TypeAlias
 
+from swarm.protocol.config import PAGED
 from swarm.protocol.ids import BlobId, Epoch, NodeId, SessionId
 from swarm.protocol.plan import Plan
 from swarm.protocol.sampling import SamplingParams
@@ -135,6 +136,8 @@ class Member:
     """Size of the blob `model`; 0 where there is none."""
     draft: DraftOffer | None = None
     """None where the node drafts without a model."""
+    engine: str = PAGED
+    """What runs its layers, one of `config.ENGINES`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from swarm.protocol.config import PAGED
 from swarm.protocol.ids import NO_EPOCH, BlobId, Epoch, NodeId
 
 
@@ -44,6 +45,8 @@ class Plan:
     """Why it came out like this, in a few words for the screen."""
     ring_token_ms: tuple[float, ...] = ()
     """`predicted_token_ms` of each ring; empty where nobody predicted."""
+    engine: str = PAGED
+    """What every stage runs, one of `config.ENGINES`: their last bits differ, so that a ring has one of them."""
 
     @property
     def rings(self) -> tuple[tuple[Stage, ...], ...]:

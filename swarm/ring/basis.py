@@ -35,7 +35,9 @@ class Basis:
     def of(cls, members: Iterable[Member], excluded: Collection[NodeId]) -> Basis:
         standing = [m for m in members if m.state in STANDING and m.node not in excluded]
         return cls(
-            tuple(Offer(m.node, m.name, m.memory_bytes, m.device, m.speed, m.round_trip_ms) for m in standing),
+            tuple(
+                Offer(m.node, m.name, m.memory_bytes, m.device, m.speed, m.round_trip_ms, m.engine) for m in standing
+            ),
             {m.node: m.incarnation for m in standing},
         )
 

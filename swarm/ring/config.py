@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from swarm.protocol.config import DRAFT_NONE
+from swarm.protocol.config import DRAFT_NONE, PAGED
 from swarm.protocol.messages import Member, MemberState
 from swarm.ring.handshake import Credentials
 
@@ -20,6 +20,8 @@ class RingConfig:
     memory_bytes: int
     device: str
     speed: float
+    engine: str = PAGED
+    """One of `protocol.config.ENGINES`."""
     wanted: str = ""
     """As given with ``--model``."""
     draft: str = DRAFT_NONE
@@ -46,4 +48,5 @@ def first_record(config: RingConfig, addresses: tuple[str, ...]) -> Member:
         model=None,
         model_name="",
         wanted=config.wanted,
+        engine=config.engine,
     )

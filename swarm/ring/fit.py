@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from swarm.protocol.config import PAGED, STATEFUL
 from swarm.protocol.ids import BlobId
 from swarm.protocol.limits import MAX_SEGMENT_ROWS
 
@@ -21,6 +22,10 @@ and attention's output (about 4), gate and up projections (about 3.5 each). Buff
 
 DRAFT_KV_TOKENS = 8192
 """KV cache of a draft model, in positions: a long conversation, or some short ones."""
+
+KV_ROOM = {PAGED: 1, STATEFUL: 2}
+"""KV cache that an engine allocates for each position promised. A stateful cache that has to grow doubles; its masked
+cells are within the promise."""
 
 EXACT_NODES = 8
 """Up to this many nodes every order is looked at (256 sets of nodes); beyond, orders by memory."""
@@ -65,8 +70,9 @@ class Load:
     """Held by the last stage beside its layers, and streamed by it for every token."""
 
     @classmethod
-    def of(cls, model: ModelShape, kv_tokens: int) -> Load:
-        per_layer = [w + kv_tokens * kv for w, kv in zip(model.layer_bytes, model.kv_bytes_per_token, strict=True)]
+    def of(cls, model: ModelShape, kv_tokens: int, engine: str = PAGED) -> Load:
+        room = kv_tokens * KV_ROOM[engine]
+        per_layer = [w + room * kv for w, kv in zip(model.layer_bytes, model.kv_bytes_per_token, strict=True)]
         return cls(
             layers=len(per_layer),
             memory=tuple(accumulate(per_layer, initial=0)),

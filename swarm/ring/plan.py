@@ -18,6 +18,7 @@ from dataclasses import replace
 from math import fsum
 
 from swarm.protocol import limits
+from swarm.protocol.config import ENGINES, PAGED
 from swarm.protocol.errors import ProtocolError
 from swarm.protocol.ids import Epoch
 from swarm.protocol.plan import Plan, Stage
@@ -57,7 +58,8 @@ def make_plan(
     """The best plan for `model` on `offers`; without stages and with `missing_bytes` where it does not fit.
 
     `previous` keeps the order of its nodes; `remark` is put behind the note. Nodes keep `draft_bytes` free for a draft
-    model where that costs neither sessions nor much speed. The result depends on nothing else.
+    model where that costs neither sessions nor much speed. All stages run one engine, that of the nodes which together
+    give the best plan: the last bits of two engines differ. The result depends on nothing else.
     """
     plan = _make_plan(model, offers, epoch, previous, remark)
     if draft_bytes and plan.stages:
@@ -70,19 +72,31 @@ def make_plan(
 
 
 def _make_plan(model: ModelShape, offers: Sequence[Offer], epoch: Epoch, previous: Plan | None, remark: str) -> Plan:
+    plans = []
+    for engine in [name for name in ENGINES if any(offer.engine == name for offer in offers)] or [PAGED]:
+        same = [offer for offer in offers if offer.engine == engine]
+        left_out = _with(_other_engine(engine, offers), remark)
+        plans.append(_plan_with(engine, model, same, epoch, previous, left_out))
+    return min(plans, key=lambda plan: (-(rate(model, offers, plan) or 0.0), plan.missing_bytes))
+
+
+def _plan_with(
+    engine: str, model: ModelShape, offers: Sequence[Offer], epoch: Epoch, previous: Plan | None, remark: str
+) -> Plan:
     offers = sorted(offers, key=lambda offer: offer.node)[: limits.MAX_STAGES]
     order = _stable_order(offers, previous)
     speeds = quantized_speeds(order)
     feasible: list[tuple[Problem, Ring]] = []
     for tokens in _promises(model.context_tokens):
-        problem = Problem(model, tokens, Load.of(model, tokens), order, speeds, previous)
+        problem = Problem(model, tokens, Load.of(model, tokens, engine), order, speeds, previous)
         best = best_ring(problem, limits.MAX_STAGES)
         if best is not None:
             feasible.append((problem, best))
     if not feasible:
-        missing = shortfall(Load.of(model, _promises(model.context_tokens)[-1]), [o.memory_bytes for o in offers])
+        least = Load.of(model, _promises(model.context_tokens)[-1], engine)
+        missing = shortfall(least, [offer.memory_bytes for offer in offers])
         note = _with(f"the swarm lacks {_size(missing)} of memory for this model", remark)
-        return Plan(epoch, model.manifest, missing_bytes=missing, note=note)
+        return Plan(epoch, model.manifest, missing_bytes=missing, note=note, engine=engine)
     limit = min(ring.prediction.bottleneck_ms for _, ring in feasible) * PROMISE_COST
     problem, first = next((p, ring) for p, ring in feasible if ring.prediction.bottleneck_ms <= limit)
     longest = _with_further(problem, first, limits.MAX_STAGES)
@@ -90,9 +104,7 @@ def _make_plan(model: ModelShape, offers: Sequence[Offer], epoch: Epoch, previou
     times = tuple(round(ring.prediction.token_ms, 3) for ring in rings)
     note = _with(_note(rings, longest, offers, len(model.layer_bytes)), remark)
     stages = tuple(stage for ring in rings for stage in ring.stages)
-    return Plan(
-        epoch, model.manifest, stages, problem.kv_tokens, predicted_token_ms=times[0], note=note, ring_token_ms=times
-    )
+    return Plan(epoch, model.manifest, stages, problem.kv_tokens, 0, times[0], note, times, engine)
 
 
 def _with_further(problem: Problem, first: Ring, most: int) -> list[Ring]:
@@ -170,6 +182,8 @@ def check_plan(plan: Plan) -> None:
         problem = "stages of no model"
     elif min(plan.kv_tokens, plan.missing_bytes, *plan.ring_token_ms) < 0:
         problem = "a negative size"
+    elif plan.engine not in ENGINES:
+        problem = f"engine {plan.engine[:20]!r}"
     if problem:
         raise ProtocolError("bad plan", expected="rings that cover every layer once", found=problem)
 
@@ -223,8 +237,17 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
+def _other_engine(engine: str, offers: Sequence[Offer]) -> str:
+    """Who has no part in a plan of `engine`, and why."""
+    others = sorted(offer.name for offer in offers if offer.engine != engine)
+    if not others:
+        return ""
+    shown = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
+    return f"without {shown}: another --engine than {engine}"
+
+
 def _with(note: str, remark: str) -> str:
-    return f"{note}; {remark}" if remark else note
+    return f"{note}; {remark}" if note and remark else note or remark
 
 
 def _size(count: int) -> str:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import permutations
 from math import fsum
 
+from swarm.protocol.config import PAGED
 from swarm.protocol.ids import NodeId
 from swarm.protocol.plan import Plan, Stage
 from swarm.ring.fit import Load, ModelShape, arrange, fitting_order
@@ -57,6 +58,7 @@ class Offer:
     """Weight bytes per second in a decode step; 0 where it was not measured."""
     round_trip_ms: float = 0.0
     """Median to the other nodes; 0 where it was not measured."""
+    engine: str = PAGED
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import numpy as np
 from anyio.abc import TaskGroup
 
 from swarm.engine.base import Engine
-from swarm.engine.paged import PagedEngine
+from swarm.engine.kinds import make_engine
 from swarm.engine.pages import use_huge_pages
 from swarm.model.inventory import make_room, pin
 from swarm.model.manifest import BlobRef, Manifest
@@ -48,10 +48,10 @@ EngineFactory: TypeAlias = Callable[[Manifest, Store, Stage, Plan], Engine]
 """Builds the engine of a stage; blocking."""
 
 
-def paged_engine(manifest: Manifest, store: Store, stage: Stage, plan: Plan) -> Engine:
-    """The default: cut the shard out of the stored model and compile it."""
+def build_engine(manifest: Manifest, store: Store, stage: Stage, plan: Plan) -> Engine:
+    """Cut the shard out of the stored model and compile it for the plan's engine."""
     shard = load_shard(manifest, store, stage.start, stage.end)
-    return PagedEngine(shard, stage.device, plan.kv_tokens, manifest.vocabulary)
+    return make_engine(plan.engine, shard, stage.device, plan.kv_tokens, manifest.vocabulary)
 
 
 @dataclass(slots=True)
@@ -63,14 +63,11 @@ class _Held:
     start: int
     end: int
     kv_tokens: int
+    kind: str
 
     def serves(self, plan: Plan, stage: Stage) -> bool:
-        return (plan.model, stage.start, stage.end, plan.kv_tokens) == (
-            self.model,
-            self.start,
-            self.end,
-            self.kv_tokens,
-        )
+        built_for = (self.model, self.start, self.end, self.kv_tokens, self.kind)
+        return (plan.model, stage.start, stage.end, plan.kv_tokens, plan.engine) == built_for
 
 
 class StageHost:
@@ -84,7 +81,7 @@ class StageHost:
         send: Send,
         memory_bytes: int,
         report: Report,
-        build: EngineFactory = paged_engine,
+        build: EngineFactory = build_engine,
     ) -> None:
         self.node = node
         self._store = store
@@ -148,7 +145,7 @@ class StageHost:
         await self._make_room(stage)
         self._report(Phase.COMPILE, what, 0, 0, 0.0)
         engine = await anyio.to_thread.run_sync(self._build, manifest, self._store, stage, plan)
-        self._prepared = _Held(engine, plan.model, stage.start, stage.end, plan.kv_tokens)
+        self._prepared = _Held(engine, plan.model, stage.start, stage.end, plan.kv_tokens, plan.engine)
         self._report(Phase.WARM_UP, what, 0, 0, 0.0)
         await anyio.to_thread.run_sync(_warm_up, engine, manifest, stage)
 

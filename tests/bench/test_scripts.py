@@ -54,6 +54,20 @@ def test_drafts() -> None:
 
 @pytest.mark.model
 @pytest.mark.slow
+def test_rewind() -> None:
+    figures = run_quickly("bench.rewind")
+    assert figures["rewind_ms"] < figures["rewind_physical_256_ms"]
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_beam_idx() -> None:
+    figures = run_quickly("bench.beam_idx")
+    assert (figures["fused_with"], figures["fused_without"]) == (30, 0)
+
+
+@pytest.mark.model
+@pytest.mark.slow
 def test_two_nodes() -> None:
     figures = run_quickly("bench.two_nodes", "--model", "smollm2", "--users", "1")
     assert figures["smollm2_two_nodes_one_user"] > 0

@@ -21,7 +21,8 @@ from swarm.ring.identity import hold_home
 
 EVERY_FLAG = [
     *("--home", "there", "--model", "m.gguf", "--name", "PC-1", "--memory", "8GB", "--port", "7000"),
-    *("--api-port", "7001", "--swarm", "office", "--code", "K7QM-2RXW-9DFT", "--device", "GPU", "--headless"),
+    *("--api-port", "7001", "--swarm", "office", "--code", "K7QM-2RXW-9DFT", "--device", "GPU", "--engine", "stateful"),
+    "--headless",
     *("--disk", "50GB", "--peer", "pc-2:7420", "--peer", "10.0.0.7", "--interface", "eth0", "--interface", "eth1"),
     *("--draft", "small.gguf", "--speculation", "off"),
 ]
@@ -36,6 +37,7 @@ EVERY_VARIABLE = {
     "SWARM_SWARM": "office",
     "SWARM_CODE": "K7QM-2RXW-9DFT",
     "SWARM_DEVICE": "GPU",
+    "SWARM_ENGINE": "stateful",
     "SWARM_HEADLESS": "1",
     "SWARM_PEER": "pc-2:7420, 10.0.0.7",
     "SWARM_INTERFACE": "eth0 eth1",
@@ -55,6 +57,7 @@ EVERYTHING = Settings(
     peers=(("pc-2", 7420), ("10.0.0.7", DEFAULT_PORT)),
     interfaces=("eth0", "eth1"),
     device="GPU",
+    engine="stateful",
     headless=True,
     draft="small.gguf",
     speculation=False,
@@ -201,6 +204,7 @@ def refusal(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--api-port", "http"], ["port out of range", "'http'"]),
         (["--memory", "plenty"], ["size", "8GB", "'plenty'"]),
         (["--memory", "0GB"], ["positive", "'0GB'"]),
+        (["--engine", "fast"], ["no such engine", "paged or stateful"]),
         (["--device", "TPU"], ["no device 'TPU'", "CPU", "Leave out --device"]),
         (["--interface", "no-such-card"], ["no such interface", "'no-such-card'", "--interface"]),
         (["--code", "1234"], ["not a pairing code", "K7QM-2RXW-9DFT", "'1234'", "on the screen"]),

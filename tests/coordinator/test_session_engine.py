@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections import deque
 
 import numpy as np
+import pytest
 
 from swarm.coordinator.events import Begin, Effect, Emit, Finish, PlanChanged, SendSegment
 from swarm.coordinator.session import Counters, Session, SessionLimits
-from swarm.engine.paged import PagedEngine
+from swarm.engine.kinds import make_engine
 from swarm.engine.selftest import Chain
 from swarm.model.cut import cut
 from swarm.model.shard import Shard
 from swarm.model.tiny import VOCABULARY, tiny_model
+from swarm.protocol.config import ENGINES, PAGED
 from swarm.protocol.ids import SessionId
 from swarm.protocol.messages import Drawn
 from swarm.protocol.sampling import SamplingParams
@@ -23,11 +25,11 @@ LAYERS = 3
 LIMITS = SessionLimits(chunk_rows=16, sibling_rows=5)
 
 
-def chain(*ends: int) -> Chain:
+def chain(*ends: int, kind: str = PAGED) -> Chain:
     starts = (0, *ends[:-1])
     return Chain(
         [
-            PagedEngine(Shard(cut(tiny_model(LAYERS), start, end)), "CPU", 1024, VOCABULARY, 1)
+            make_engine(kind, Shard(cut(tiny_model(LAYERS), start, end)), "CPU", 1024, VOCABULARY, 1)
             for start, end in zip(starts, ends, strict=True)
         ]
     )
@@ -79,8 +81,9 @@ class Run:
         return self.session.handle(PlanChanged(make_plan(self.epoch, 1)), 0.0)
 
 
-def test_rings_that_change_in_the_middle_of_answers_change_no_bit() -> None:
-    whole, two, three = chain(3), chain(1, 3), chain(1, 2, 3)
+@pytest.mark.parametrize("kind", ENGINES)
+def test_rings_that_change_in_the_middle_of_answers_change_no_bit(kind: str) -> None:
+    whole, two, three = (chain(*ends, kind=kind) for ends in ((3,), (1, 3), (1, 2, 3)))
     random = np.random.default_rng(5)
     prompt: list[int] = random.integers(0, VOCABULARY, 37).tolist()
     question: list[int] = random.integers(0, VOCABULARY, 9).tolist()

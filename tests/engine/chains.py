@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import openvino as ov
 
-from swarm.engine.paged import PagedEngine
+from swarm.engine.kinds import ExactEngine, make_engine
 from swarm.engine.selftest import Chain, segment
 from swarm.model.cut import cut
 from swarm.model.manifest import Manifest
@@ -18,10 +18,14 @@ from swarm.model.publish import publish
 from swarm.model.shard import Shard, load_shard
 from swarm.model.store import Store
 from swarm.model.tiny import tiny_model
-from swarm.model.tokenizer import TOKENIZER_IRS
+from swarm.model.tokenizer import TOKENIZER_IRS, Tokenizer
+from swarm.protocol.config import PAGED
 from swarm.protocol.tensors import Array
+from tests.prompts import PROMPTS
 
 DEVICE = "CPU"
+
+KV_TOKENS = 4096
 
 THREADS = 1
 """A node of the benchmarks is one core; on a busy machine one thread is also the fastest."""
@@ -34,6 +38,8 @@ class Published:
     ir: Path
     store: Store
     manifest: Manifest
+    kind: str = PAGED
+    """Of the engines that `whole` and `chain` build."""
 
     @property
     def layers(self) -> int:
@@ -42,12 +48,12 @@ class Published:
     def whole(self, kv_tokens: int) -> Chain:
         """All layers of the original IR in one shard: what everything is compared with."""
         model = cut(ov.Core().read_model(self.ir / "openvino_model.xml"), 0, self.layers)
-        return Chain([PagedEngine(Shard(model), DEVICE, kv_tokens, self.manifest.vocabulary, THREADS)])
+        return Chain([make_engine(self.kind, Shard(model), DEVICE, kv_tokens, self.manifest.vocabulary, THREADS)])
 
-    def engine(self, start: int, end: int, kv_tokens: int) -> PagedEngine:
+    def engine(self, start: int, end: int, kv_tokens: int) -> ExactEngine:
         """Layers ``[start, end)`` out of the store."""
         shard = load_shard(self.manifest, self.store, start, end)
-        return PagedEngine(shard, DEVICE, kv_tokens, self.manifest.vocabulary, THREADS)
+        return make_engine(self.kind, shard, DEVICE, kv_tokens, self.manifest.vocabulary, THREADS)
 
     def chain(self, cuts: Sequence[int], kv_tokens: int) -> Chain:
         """Shards out of the store, cut before the layers `cuts`."""
@@ -55,12 +61,12 @@ class Published:
         return Chain([self.engine(a, b, kv_tokens) for a, b in itertools.pairwise(ends)])
 
 
-def published(ir: Path, root: Path) -> Published:
+def published(ir: Path, root: Path, kind: str = PAGED) -> Published:
     """Put the model in directory `ir` into a new store at `root`."""
     store = Store(root)
     store.open()
     identity = publish(ir, store, ir.name, "", lambda _done, _total: None)
-    return Published(ir, store, Manifest.decode(store.read(identity)))
+    return Published(ir, store, Manifest.decode(store.read(identity)), kind)
 
 
 def write_tiny_ir(directory: Path, layers: int = 3, seed: int = 7) -> Path:
@@ -140,3 +146,22 @@ def assert_decode_together(chain: Chain, expected: Sequence[Plain], count: int, 
             place = f"{what}, session {session}, position {at}"
             assert_same_bits(rows[session : session + 1], one.logits[at : at + 1], place)
         tokens = [drawn[0] for drawn in results]
+
+
+def reference(model: Published, names: Sequence[str], count: int) -> dict[str, Plain]:
+    tokenizer = Tokenizer.load(model.ir)
+    whole = model.whole(KV_TOKENS)
+    found = {}
+    for session, name in enumerate(names):
+        found[name] = plain(whole, session, tokenizer.encode(PROMPTS[name]), count)
+        whole.engines[0].reset()
+    return found
+
+
+def chain_of(model: Published, stages: int) -> Chain:
+    return model.chain(even_cuts(model.layers, stages), KV_TOKENS)
+
+
+def chain_reset(chain: Chain) -> None:
+    for engine in chain.engines:
+        engine.reset()

@@ -10,41 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from swarm.engine.selftest import Chain
-from swarm.model.tokenizer import Tokenizer
 from tests.engine.chains import (
     Plain,
     Published,
     assert_decode_together,
     assert_decodes_like,
-    even_cuts,
-    plain,
+    chain_of,
+    chain_reset,
     published,
+    reference,
 )
 from tests.prompts import PROMPTS
 
 TOKENS = 256
-KV_TOKENS = 4096
 STAGES = (1, 2, 3, 5)
-
-
-def reference(model: Published, names: list[str], count: int) -> dict[str, Plain]:
-    tokenizer = Tokenizer.load(model.ir)
-    whole = model.whole(KV_TOKENS)
-    found = {}
-    for session, name in enumerate(names):
-        found[name] = plain(whole, session, tokenizer.encode(PROMPTS[name]), count)
-        whole.engines[0].reset()
-    return found
-
-
-def chain_of(model: Published, stages: int) -> Chain:
-    return model.chain(even_cuts(model.layers, stages), KV_TOKENS)
-
-
-def chain_reset(chain: Chain) -> None:
-    for engine in chain.engines:
-        engine.reset()
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The four rules of exactness, each broken on purpose: the self-test must notice."""
+"""The rules of exactness of both engines, each broken on purpose: the self-test must notice."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ from typing import Any
 import openvino as ov
 import pytest
 
-from swarm.engine import devices, paged
+from swarm.engine import devices, paged, stateful
 from swarm.engine.blocks import BlockTable
+from swarm.engine.layout import Layout
 from swarm.engine.selftest import SelfTest, self_test
+from swarm.model import tiny
+from swarm.protocol.config import ENGINES, STATEFUL
+from swarm.protocol.ids import SessionId
 from swarm.protocol.messages import RowKind, Segment
 
 
@@ -18,8 +22,14 @@ def run() -> SelfTest:
     return self_test("CPU", threads=1)
 
 
-def test_the_rules_hold_on_the_cpu() -> None:
-    assert run().differences == dict.fromkeys(("again", "cut", "chunks", "batches", "windows"), 0.0)
+@pytest.mark.parametrize("kind", ENGINES)
+def test_the_rules_hold_on_the_cpu(kind: str) -> None:
+    found = self_test("CPU", threads=1, kind=kind)
+    assert (found.engine, found.exact) == (kind, True)
+    assert found.differences == dict.fromkeys(("again", "cut", "chunks", "batches", "windows"), 0.0)
+
+
+# --- paged -----------------------------------------------------------------------------------------------------------
 
 
 def test_rule_1_without_an_f16_cache_rewinds_change_the_bits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,6 +55,49 @@ def test_rule_3_a_forward_of_one_row_changes_the_bits(monkeypatch: pytest.Monkey
 def test_rule_4_a_hidden_input_without_its_size_changes_the_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paged, "_restore_hidden_size", _leave)
     assert run().differences["cut"] > 0
+
+
+# --- stateful --------------------------------------------------------------------------------------------------------
+
+
+def run_stateful() -> SelfTest:
+    return self_test("CPU", threads=1, kind=STATEFUL)
+
+
+def test_stateful_rule_1_positions_that_change_their_lane_change_the_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def append(layout: Layout, rows: int) -> int:
+        """As `Layout.append`, leaving nothing out."""
+        layout.runs.append((layout.held, layout.cells - layout.held))
+        layout.held, layout.cells = layout.held + rows, layout.cells + rows
+        return 0
+
+    monkeypatch.setattr(Layout, "append", append)
+    assert run_stateful().differences["windows"] > 0
+
+
+def test_stateful_rule_2_a_cache_that_begins_empty_changes_the_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def open_empty(engine: stateful.StatefulEngine, name: SessionId) -> Any:
+        session = stateful._Session(engine._compiled, engine._compiled.create_infer_request(), Layout(cells=0))
+        engine._sessions[name] = session
+        return session
+
+    monkeypatch.setattr(stateful.StatefulEngine, "_open", open_empty)
+    assert run_stateful().differences["chunks"] > 0
+
+
+@pytest.mark.skipif(stateful.usable_cores() < 2, reason="needs two cores")
+def test_stateful_rule_3_a_head_shared_between_threads_changes_the_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiny, "KV_HEADS", 1)
+    monkeypatch.setattr(stateful, "dividing_threads", lambda heads, cores: 2)
+    assert run_stateful().differences["windows"] > 0
+
+
+def test_stateful_rule_4_a_forward_of_one_row_changes_the_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the plugin does not quantize activations."""
+    monkeypatch.setattr(stateful, "weight_group", lambda weights: 0)
+    assert run_stateful().exact
+    monkeypatch.setattr(stateful, "MIN_ROWS", 1)
+    assert run_stateful().differences["windows"] > 0
 
 
 def _as(segment: Segment, kind: RowKind) -> Segment:

@@ -55,7 +55,7 @@ def default(field: dataclasses.Field[Any]) -> str:
         return ""
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
-    return f"{value:g}" if isinstance(value, (int, float)) else "empty"
+    return f"{value:g}" if isinstance(value, (int, float)) else str(value or "empty")
 
 
 @pytest.mark.parametrize("kind", RECORDS)

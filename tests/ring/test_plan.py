@@ -11,6 +11,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from swarm.protocol.config import PAGED, STATEFUL
 from swarm.protocol.errors import ProtocolError
 from swarm.protocol.ids import BlobId, Epoch, NodeId
 from swarm.protocol.plan import NO_PLAN, Plan, Stage
@@ -117,6 +118,49 @@ def test_a_far_slower_pc_is_a_spare() -> None:
     plan = make_plan(model(), [offer(1), offer(2), offer(7, speed=0.8 * GB)], EPOCH)
     assert ranges(plan) == [("PC-1", 0, 15), ("PC-2", 15, 30)]
     assert plan.note == "2 PCs share 30 layers; spare: PC-7"
+
+
+def stateful(one: Offer) -> Offer:
+    return replace(one, engine=STATEFUL)
+
+
+def test_engines_are_never_mixed_in_one_ring() -> None:
+    """The pair is faster than the one that runs another engine, so the pair serves."""
+    plan = make_plan(model(), [offer(1), offer(2), stateful(offer(3))], EPOCH)
+    assert ([stage.name for stage in plan.stages], plan.engine) == (["PC-1", "PC-2"], PAGED)
+    assert plan.note == "2 PCs share 30 layers; without PC-3: another --engine than paged"
+    plan = make_plan(model(), [offer(1), stateful(offer(2)), stateful(offer(3))], EPOCH)
+    assert ([stage.name for stage in plan.stages], plan.engine) == (["PC-2", "PC-3"], STATEFUL)
+    assert plan.note.endswith("without PC-1: another --engine than stateful")
+
+
+def test_of_two_engines_that_are_equally_fast_paged_serves() -> None:
+    plan = make_plan(model(), [stateful(offer(1)), offer(2)], EPOCH)
+    assert ([stage.name for stage in plan.stages], plan.engine) == (["PC-2"], PAGED)
+
+
+def test_a_model_that_fits_one_engines_pcs_alone_runs_there() -> None:
+    offers = [offer(1, memory=100 * MB), *(stateful(offer(i, memory=400 * MB)) for i in (2, 3))]
+    assert make_plan(model(kv=0), offers, EPOCH).engine == STATEFUL
+
+
+def test_an_engine_that_this_version_does_not_know_has_no_part() -> None:
+    plan = make_plan(model(), [offer(1), replace(offer(2), engine="tomorrow's")], EPOCH)
+    assert [stage.name for stage in plan.stages] == ["PC-1"]
+    nothing = make_plan(model(), [replace(offer(2), engine="tomorrow's")], EPOCH)
+    assert (nothing.stages, nothing.missing_bytes > 0) == ((), True)
+
+
+def test_stateful_caches_count_twice() -> None:
+    paged, doubled = make_plan(model(kv=0), [offer(1)], EPOCH), make_plan(model(kv=0), [stateful(offer(1))], EPOCH)
+    assert paged.stages[0].bytes == doubled.stages[0].bytes
+    paged, doubled = make_plan(model(), [offer(1)], EPOCH), make_plan(model(), [stateful(offer(1))], EPOCH)
+    assert doubled.stages[0].bytes - paged.stages[0].bytes == 30 * 1000 * paged.kv_tokens
+
+
+def test_a_plan_of_an_unknown_engine_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="engine 'next'"):
+        check_plan(replace(make_plan(model(), [offer(1)], EPOCH), engine="next"))
 
 
 def test_a_far_slower_pc_serves_where_its_memory_is_needed() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import anyio
@@ -17,6 +17,7 @@ from anyio.lowlevel import checkpoint
 from swarm.engine.base import Engine, Output
 from swarm.model.manifest import BlobRef, Manifest
 from swarm.model.store import Store
+from swarm.protocol.config import STATEFUL
 from swarm.protocol.errors import DeviceError, ModelError, SwarmError
 from swarm.protocol.ids import BlobId, Epoch, NodeId, SessionId
 from swarm.protocol.messages import Message, Phase, RowKind, Segment
@@ -251,6 +252,13 @@ async def test_two_shards_that_do_not_fit_are_never_there_together(
     assert bench.most_alive == 1
     await host.activate(plan(2, 0, 4, size=600), tasks)
     assert host.worker is not None
+
+
+async def test_a_plan_of_another_engine_is_prepared_anew(bench: Bench, host: StageHost) -> None:
+    await host.prepare(plan(1), MANIFEST, [])
+    await host.prepare(replace(plan(2), engine=STATEFUL), MANIFEST, [])
+    await host.prepare(replace(plan(3), engine=STATEFUL), MANIFEST, [])
+    assert [engine.closed for engine in bench.built] == [True, False]
 
 
 async def test_of_two_prepared_in_a_row_the_first_goes(bench: Bench, host: StageHost) -> None:
