@@ -40,6 +40,7 @@ from swarm.protocol.messages import (
 )
 from swarm.protocol.plan import NO_PLAN, Plan
 from swarm.ring import events as ev
+from swarm.ring.blob_client import BlobSource
 from swarm.ring.blob_server import BlobServer
 from swarm.ring.board import Board, RingView, other_swarm
 from swarm.ring.choice import STANDING
@@ -60,7 +61,7 @@ from swarm.ring.pairing import UNDECIDED_FINGERPRINT, fingerprint
 from swarm.ring.port import RingListener, RingLoad
 from swarm.ring.stage import StageHost
 from swarm.ring.supply import Model
-from swarm.ring.transfer import BlobFetcher, BlobSource
+from swarm.ring.transfer import BlobFetcher
 from swarm.ring.websocket import LinkServer, dial
 from swarm.ring.worker import NO_STATS
 

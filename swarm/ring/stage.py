@@ -23,7 +23,8 @@ from swarm.protocol.ids import NO_EPOCH, BlobId, NodeId, SessionId
 from swarm.protocol.messages import Phase, RowKind, Segment
 from swarm.protocol.plan import Plan, Stage
 from swarm.protocol.sampling import GREEDY
-from swarm.ring.transfer import BlobSource, FetchSummary, TransferProgress
+from swarm.ring.blob_client import BlobSource
+from swarm.ring.transfer import FetchSummary, TransferProgress
 from swarm.ring.worker import Send, StageWorker
 
 Report: TypeAlias = Callable[[Phase, str, int, int, float], None]
