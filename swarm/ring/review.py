@@ -34,9 +34,9 @@ class Review:
         self._replaced += [(index, self._senders[index], ours[index]) for index in disputed if index in self._senders]
         return disputed
 
-    def agrees(self, node: NodeId, index: int, digest: bytes) -> bool:
-        """Whether a piece that `node` sent is what it said before, where it said anything."""
-        return node != self._reviewer or digest == self._claimed[index]
+    def expected(self, node: NodeId, index: int) -> bytes | None:
+        """The digest of a piece by `node`'s own word, where it is the reviewer."""
+        return self._claimed[index] if node == self._reviewer else None
 
     def landed(self, node: NodeId, index: int) -> None:
         self._senders[index] = node

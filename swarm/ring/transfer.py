@@ -313,9 +313,10 @@ class _Fetch:
         node, blob = flight.node, flight.blob
         for other in self._schedule.claim(flight):
             self._scopes[other].cancel()
-        digest = await anyio.to_thread.run_sync(_digest, data)
         review = self._reviews[blob]
-        if node in self._distrusted or not review.agrees(node, flight.index, digest):
+        expected = review.expected(node, flight.index)
+        contradicts = expected is not None and expected != await anyio.to_thread.run_sync(_digest, data)
+        if contradicts or node in self._distrusted:
             self._convict(node, blob)
             self._schedule.ended(flight)
             self._changed()
