@@ -17,8 +17,13 @@ class DeviceProfile:
     block_tokens: int
     """Positions in a block of its paged attention."""
     properties: dict[str, Any] = field(default_factory=dict)
+    keeps_compiled: bool = False
+    """Compiling takes long, and its plugin can take up again what it compiled before (``CACHE_DIR``)."""
 
 
+# Nothing compiled is kept for the CPU: openvino 2026.4 writes a file as large as the weights, cannot read it back for a
+# paged shard (the head sizes of its attention are lost), and compiles anew; the weights are packed at the first forward
+# in any case.
 _CPU = DeviceProfile(
     32,
     {
@@ -31,7 +36,7 @@ _CPU = DeviceProfile(
         "NUM_STREAMS": 1,
     },
 )
-_GPU = DeviceProfile(16, {"KV_CACHE_PRECISION": "f16", "PERFORMANCE_HINT": "LATENCY"})
+_GPU = DeviceProfile(16, {"KV_CACHE_PRECISION": "f16", "PERFORMANCE_HINT": "LATENCY"}, keeps_compiled=True)
 
 _PROFILES = {"CPU": _CPU, "GPU": _GPU}
 

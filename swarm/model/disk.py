@@ -38,6 +38,16 @@ def require_free(root: Path, needed: int) -> None:
         raise _full(root, needed, free)
 
 
+def bytes_under(directory: Path) -> int:
+    """Sizes of all files, those aside that others remove meanwhile."""
+    total = 0
+    for folder, _, files in os.walk(directory):  # unlike `rglob` it goes on where a folder is gone by now
+        for name in files:
+            with contextlib.suppress(OSError):  # and so may a file
+                total += Path(folder, name).stat().st_size
+    return total
+
+
 def close_durably(file: BinaryIO) -> None:
     """Closes a file whose bytes are on disk then."""
     with file:

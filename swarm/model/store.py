@@ -5,6 +5,7 @@
     root/blobs/<2 hex>/<64 hex>    whole blobs, named by the SHA-256 of their bytes
     root/partial/<64 hex>          the pieces of a blob that are here, see `partial`
     root/manifests/<64 hex>        which blobs are manifests: {"name", "spec", "added"}
+    root/compiled/<64 hex>/        what a device's plugin keeps of the compiled shards of a model (its manifest's id)
     root/pins/<pid>-<random>       what the process <pid> works with, see `inventory`
     root/tmp/<pid>-<random>        being written by the process <pid>
 
@@ -20,13 +21,15 @@ import errno
 import hashlib
 import json
 import os
+import threading
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
-from swarm.model.disk import close_durably, disk_errors
+from swarm.model.disk import bytes_under, close_durably, disk_errors
 from swarm.model.partial import Buffer, PartialBlob, give_back
 from swarm.model.scratch import is_abandoned, owned_name
 from swarm.protocol.errors import StoreError
@@ -55,8 +58,9 @@ class Store:
     def __init__(self, root: Path, limit_bytes: int | None = None) -> None:
         self.root = root
         self.limit_bytes = limit_bytes
-        self.pin: Path | None = None
-        """Where this process says what it works with, once it has."""
+        self._pin: Path | None = None
+        self._pinned: dict[str, tuple[frozenset[BlobId], frozenset[BlobId]]] = {}
+        self._pin_lock = threading.Lock()
 
     def open(self) -> None:
         """Makes the directories and clears what dead processes left; partial blobs are kept. Raises `StoreError`."""
@@ -154,13 +158,22 @@ class Store:
         with contextlib.suppress(OSError):  # it is not marked as one yet
             os.utime(self.root / "manifests" / blob)
 
-    def write_pin(self, entry: str) -> None:
-        """Replaces what this process says it works with."""
-        temporary = self.temporary()
-        with disk_errors(self.root, len(entry)):
-            temporary.write_text(entry, encoding="utf-8")
-            self.pin = self.pin or self.root / "pins" / owned_name()
-            temporary.replace(self.pin)
+    def pin(self, purpose: str, models: Iterable[BlobId] = (), blobs: Iterable[BlobId] = ()) -> None:
+        """Says what this process works with for a purpose, in the place of what it said for it before."""
+        with self._pin_lock:
+            self._pinned[purpose] = frozenset(models), frozenset(blobs)
+            every_model = {model for models, _ in self._pinned.values() for model in models}
+            every_blob = {blob for _, blobs in self._pinned.values() for blob in blobs}
+            entry = json.dumps({"models": sorted(every_model), "blobs": sorted(every_model | every_blob)})
+            temporary = self.temporary()
+            with disk_errors(self.root, len(entry)):
+                temporary.write_text(entry, encoding="utf-8")
+                self._pin = self._pin or self.root / "pins" / owned_name()
+                temporary.replace(self._pin)
+
+    def compiled(self, model: BlobId) -> Path:
+        """Where a plugin may keep compiled shards of a model."""
+        return self.root / "compiled" / model
 
     def manifests(self) -> tuple[StoredManifest, ...]:
         """Those whose blob is here, newest first."""
@@ -173,13 +186,8 @@ class Store:
         return tuple(sorted(found, key=lambda entry: (-entry.added, entry.blob)))
 
     def usage_bytes(self) -> int:
-        """Disk space taken by blobs, whole and partial."""
-        total = 0
-        for folder, _, files in os.walk(self.root):  # unlike `rglob` it goes on where a folder is gone by now
-            for name in files:
-                with contextlib.suppress(OSError):  # and so may a file
-                    total += Path(folder, name).stat().st_size
-        return total
+        """Disk space taken by all that is here: blobs, whole and partial, compiled models, downloads."""
+        return bytes_under(self.root)
 
     def temporary(self) -> Path:
         """A name for a file of this process that nobody else uses."""

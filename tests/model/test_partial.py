@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import os
 import random
 import shutil
@@ -79,7 +80,7 @@ def test_pieces_in_any_order_over_any_number_of_owners(order: list[int], pauses:
     for store in fresh():
         done: set[int] = set()
         cuts = sorted({0, COUNT, *pauses})
-        for start, stop in zip(cuts[:-1], cuts[1:], strict=True):
+        for start, stop in itertools.pairwise(cuts):
             with store.partial(ID, len(DATA)) as partial:
                 assert set(range(COUNT)) - set(partial.missing) == done
                 fill(partial, order[start:stop])
