@@ -98,7 +98,8 @@ def make_room(
 ) -> None:
     """Where `needed_bytes` more would pass the store's limit, removes what was not used for longest, without `keep`.
 
-    What is known to be `elsewhere` goes before what may be the only copy of the swarm. Raises `StoreError` with the numbers where that does not help; then nothing is removed.
+    What is known to be `elsewhere` goes before what may be the only copy of the swarm. Raises `StoreError` with the
+    numbers where that does not help; then nothing is removed.
     """
     if store.limit_bytes is None:
         return
