@@ -37,7 +37,7 @@ def drop_mapped_pages(folder: Path) -> None:
 
     Whatever is read again comes back from the file, or from the system's cache of it. Does nothing where it cannot.
     """
-    for start, end in read_only_files(_maps(), folder):
+    for start, end in read_only_files(_maps(), folder.resolve()):  # the system names files by their real path
         _advise(start, end, _MADV_DONTNEED)
 
 
