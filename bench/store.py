@@ -268,9 +268,19 @@ def starting(rounds: int) -> dict[str, float]:
 
 def start(home: Path) -> Start:
     """One start of a lone node with the GGUF of SmolLM2, on the first core."""
-    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as free:
-        port = free.getsockname()[1]
-    command = [sys.executable, "node.py", "run", "--headless", "--open", "--swarm", f"bench-{port}", "--port", "0"]
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as two:
+        port, links = one.getsockname()[1], two.getsockname()[1]
+    command = [
+        sys.executable,
+        "node.py",
+        "run",
+        "--headless",
+        "--open",
+        "--swarm",
+        f"bench-{port}",
+        "--port",
+        str(links),
+    ]
     command += ["--home", str(home / "home"), "--api-port", str(port), "--model", str(models.gguf_file("smollm2"))]
     began = time.perf_counter()
     with (home / "log").open("ab") as log:
