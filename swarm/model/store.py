@@ -77,6 +77,17 @@ class Store:
     def has(self, blob: BlobId) -> bool:
         return self.path_of(blob).is_file()
 
+    def is_whole(self, blob: BlobId, size: int) -> bool:
+        """Whether a blob of `size` bytes is here. A file of another size, as a damaged file system leaves, is removed."""
+        path = self.path_of(blob)
+        try:
+            if path.stat().st_size == size:
+                return True
+            path.unlink()
+        except OSError:  # not here; or Windows: somebody has it open
+            pass
+        return False
+
     def path(self, blob: BlobId) -> Path:
         """The file that holds a blob. Raises `StoreError` where there is none."""
         place = self.path_of(blob)

@@ -208,7 +208,7 @@ class _Fetch:
         await anyio.to_thread.run_sync(self._require_room, sizes)
         for blob, size in sizes.items():
             await self._files.acquire()
-            if await anyio.to_thread.run_sync(self._store.has, blob):
+            if await anyio.to_thread.run_sync(self._store.is_whole, blob, size):
                 self._total.here(size)
                 self._done(blob)
                 continue

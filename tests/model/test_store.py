@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -83,6 +84,18 @@ def test_a_damaged_blob_is_noticed_and_removed(data: bytes, draw: st.DataObject)
         with pytest.raises(StoreError, match="damaged"):
             (store.read if draw.draw(st.booleans()) else store.verify)(blob)
         assert not store.has(blob)
+
+
+@given(st.integers(0, len(DATA) - 1))
+@settings(max_examples=30)
+def test_a_blob_cut_at_any_byte_is_not_taken_for_whole(length: int) -> None:
+    for store in fresh():
+        store.put_bytes(DATA)
+        assert store.is_whole(ID, len(DATA))
+        os.truncate(store.path(ID), length)
+        assert not store.is_whole(ID, len(DATA))
+        assert not store.has(ID)
+        assert not store.is_whole(ID, len(DATA))
 
 
 def test_a_writer_hashes_as_it_goes(store: Store) -> None:

@@ -617,6 +617,15 @@ async def test_cancelled_in_the_middle_it_stays_resumable(tmp_path: Path, store:
     assert store.read(BIG_BLOB) == BIG
 
 
+async def test_a_blob_that_was_cut_short_is_fetched_again(tmp_path: Path, store: Store) -> None:
+    store.put_bytes(BIG)
+    with store.path(BIG_BLOB).open("r+b") as file:
+        file.truncate(PIECE_BYTES)
+    async with peer(tmp_path / "a", blobs=(BIG,)) as served, fetcher(store) as mine:
+        await mine.fetch_all(WANTED, [served.source], none)
+    assert store.read(BIG_BLOB) == BIG
+
+
 async def test_two_tasks_fetch_a_blob_once(tmp_path: Path, store: Store) -> None:
     async with peer(tmp_path / "a", blobs=(BIG, DATA)) as served, fetcher(store) as mine:
         async with anyio.create_task_group() as group:
