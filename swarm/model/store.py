@@ -78,7 +78,7 @@ class Store:
         return self.path_of(blob).is_file()
 
     def is_whole(self, blob: BlobId, size: int) -> bool:
-        """Whether a blob of `size` bytes is here. A file of another size, as a damaged file system leaves, is removed."""
+        """Whether a blob of `size` bytes is here. One of another size, as a damaged file system leaves, is removed."""
         path = self.path_of(blob)
         try:
             if path.stat().st_size == size:
