@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from swarm.model.inventory import make_room
 from swarm.model.manifest import BlobRef, Manifest
 from swarm.model.shard import load_shard
 from swarm.model.store import Store
-from swarm.protocol.errors import ModelError
+from swarm.protocol.errors import ModelError, StoreError
 from swarm.protocol.ids import NO_EPOCH, BlobId, NodeId, SessionId
 from swarm.protocol.messages import Phase, RowKind, Segment
 from swarm.protocol.plan import Plan, Stage
@@ -196,8 +197,8 @@ class StageHost:
         if self._prepared is not None and self._prepared.serves(plan, stage):
             await self._close(self._serving)
             self._serving, self._prepared = self._prepared, None
-            held = self._serving
-            await anyio.to_thread.run_sync(self._store.pin, "stage", [held.model], held.blobs)
+            with contextlib.suppress(StoreError):  # the disk is full; for "next stage" the same was said before
+                await anyio.to_thread.run_sync(self._store.pin, "stage", [self._serving.model], self._serving.blobs)
         if self._serving is None or not self._serving.serves(plan, stage):
             raise ModelError("a plan came into force that was not prepared here", found=f"epoch {plan.epoch}")
         self.worker = StageWorker(self.node, plan.ring(ring), self._serving.engine, self._send)
