@@ -112,6 +112,11 @@ class Store:
         if digest != blob:
             self._remove_damaged(path)
 
+    def drop(self, blob: BlobId) -> None:
+        """Removes a blob whose bytes are not those of its name."""
+        with contextlib.suppress(OSError):  # gone already; or Windows refuses while somebody has it open
+            self.path_of(blob).unlink()
+
     def put_bytes(self, data: Buffer) -> BlobId:
         """Stores `data` and returns its id. Raises `StoreError` where the disk is full."""
         with self.writer() as writer:
@@ -229,8 +234,7 @@ class Store:
             path.unlink()
 
     def _remove_damaged(self, path: Path) -> None:
-        with contextlib.suppress(OSError):  # Windows refuses while somebody has it open
-            path.unlink()
+        self.drop(BlobId(path.name))
         raise StoreError(
             "a blob is damaged",
             expected=f"SHA-256 {path.name}",

@@ -455,6 +455,14 @@ async def test_a_liar_is_found_and_only_its_pieces_come_again(
         assert len(liar.requests) == asked_before
 
 
+async def test_a_peer_whose_disk_is_wrong_finds_out(tmp_path: Path, store: Store) -> None:
+    async with peer(tmp_path / "a", blobs=(BIG,)) as rotten, fetcher(store) as mine:
+        rotten.store.path(BIG_BLOB).write_bytes(damaged(2))
+        with pytest.raises(StoreError, match="not those of the blob"):
+            await mine.fetch_all(WANTED, [rotten.source], none)
+        assert not rotten.store.has(BIG_BLOB)
+
+
 async def test_good_pieces_are_not_fetched_again(tmp_path: Path, store: Store) -> None:
     """One piece of an earlier run is wrong on the disk, and its digest fits: nobody can be blamed."""
     bad = damaged(2)
