@@ -148,7 +148,7 @@ class RingNode:
         await self._server.start(self._config.port)
         self._membership = Membership(first_record(self._config, advertised(choices, self._server.port)), Random())
         self._forming = Forming(self.node, await anyio.to_thread.run_sync(read_epoch, self._config.home))
-        fetcher = BlobFetcher(self._store, self.node, self._own.secret)
+        fetcher = BlobFetcher(self._store, self.node, self._own.secret, self.notice)
         self._stage = StageHost(self.node, self._store, fetcher, self.send, self._config.memory_bytes, self.report)
         self._library = library = Library(self._store, self._stage, self.report, self)
         self._drafts = DraftSupply(self._config, self._store, self._stage, library, self.report, self)

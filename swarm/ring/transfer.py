@@ -94,11 +94,20 @@ OnProgress: TypeAlias = Callable[[TransferProgress], None]
 class BlobFetcher:
     """Fetches blobs into `store`. Use it as ``async with BlobFetcher(…) as fetcher``.
 
-    A peer that once sent wrong bytes is not asked again: `distrusted` says who, and why.
+    A peer that once sent wrong bytes is not asked again: `distrusted` says who, and why; `notice` is told.
     """
 
-    def __init__(self, store: Store, node: NodeId, secret: bytes, *, stall_timeout_s: float = STALL_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        store: Store,
+        node: NodeId,
+        secret: bytes,
+        notice: Callable[[str], None] = lambda _: None,
+        *,
+        stall_timeout_s: float = STALL_TIMEOUT_S,
+    ) -> None:
         self._store = store
+        self._notice = notice
         self._client = BlobClient(node, secret, stall_timeout_s)
         self._fetching: dict[BlobId, anyio.Event] = {}
         self.distrusted: dict[NodeId, str] = {}
@@ -130,7 +139,7 @@ class BlobFetcher:
             ended = anyio.Event()
             self._fetching |= dict.fromkeys(ours, ended)
             try:
-                fetch = _Fetch(self._store, self._client, self.distrusted, sources, total)
+                fetch = _Fetch(self._store, self._client, self._distrust, self.distrusted, sources, total)
                 await fetch.run(ours)
                 received.update(fetch.received)
                 complaints += fetch.complaints
@@ -145,6 +154,10 @@ class BlobFetcher:
         total.report()
         return FetchSummary(dict(received), tuple(complaints))
 
+    def _distrust(self, source: BlobSource, reason: str) -> None:
+        self.distrusted[source.node] = reason
+        self._notice(f"{source.address} ({source.node[:8]}) {reason}; it is not asked for layers again")
+
 
 class _Fetch:
     """One fetch: its schedule, its blobs in the making, and the streams that fill them."""
@@ -153,12 +166,14 @@ class _Fetch:
         self,
         store: Store,
         client: BlobClient,
-        distrusted: dict[NodeId, str],
+        distrust: Callable[[BlobSource, str], None],
+        distrusted: Mapping[NodeId, str],
         sources: Sequence[BlobSource],
         total: _Total,
     ) -> None:
         self._store = store
         self._client = client
+        self._distrust = distrust
         self._distrusted = distrusted
         self._sources = {source.node: source for source in sources if source.node not in distrusted}
         self._total = total
@@ -337,7 +352,7 @@ class _Fetch:
 
     def _convict(self, node: NodeId, blob: BlobId) -> None:
         if node not in self._distrusted:
-            self._distrusted[node] = f"sent wrong bytes for blob {blob[:12]}"
+            self._distrust(self._sources[node], f"sent wrong bytes for blob {blob[:12]}")
             self._complain(node, self._distrusted[node])
         self._schedule.drop(node)
 
