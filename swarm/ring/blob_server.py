@@ -65,22 +65,21 @@ class BlobServer:
         """
         self._authorised(request)
         file, size = await self._open_named(request)
-        whole = hashlib.sha256()
+        blob, whole = BlobId(request.match_info["blob"]), hashlib.sha256()
         with file:
             response = web.StreamResponse()
             response.content_type = "application/octet-stream"
             response.content_length = piece_count(size) * DIGEST_BYTES
             async with self._slot():
                 await response.prepare(request)
-                for _ in range(piece_count(size)):
+                for left in reversed(range(piece_count(size))):
                     digest = await anyio.to_thread.run_sync(_next_digest, file, whole)
+                    if not left and whole.hexdigest() != blob:
+                        await anyio.to_thread.run_sync(self._store.drop, blob)
                     if not await self._write(response, digest):
                         _cut(request)
-                        return response
-        blob = BlobId(request.match_info["blob"])
-        if whole.hexdigest() != blob:
-            await anyio.to_thread.run_sync(self._store.drop, blob)
-        return response
+                        break
+            return response
 
     async def _open_named(self, request: web.Request) -> tuple[BinaryIO, int]:
         name = request.match_info["blob"]
