@@ -85,6 +85,7 @@ def as_object(model: StoredModel) -> dict[str, Any]:
         "quantization": model.quantization,
         "bytes": model.bytes,
         "here_bytes": model.here_bytes,
+        "compiled_bytes": model.compiled_bytes,
         "layers": model.layers,
         "layers_here": model.layers_here,
         "last_used": round(model.used, 3),
@@ -98,6 +99,7 @@ def table(found: Sequence[StoredModel], now: float) -> list[str]:
     for model in found:
         used = "now" if model.in_use else f"{duration(max(0.0, now - model.used))} ago"
         here = size(model.bytes) if model.here_bytes == model.bytes else size_of(model.here_bytes, model.bytes)
+        here += f" + {size(model.compiled_bytes)} compiled" if model.compiled_bytes else ""
         layers = f"{model.layers_here} of {model.layers}"
         source = clean(model.source) + (f" ({model.revision[:12]})" if model.revision else "")
         rows.append((clean(model.name), model.id[:12], here, layers, clean(model.quantization), used, source))

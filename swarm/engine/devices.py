@@ -19,8 +19,13 @@ class DeviceProfile:
     properties: dict[str, Any] = field(default_factory=dict)
     model_per_session: bool = False
     """Of the stateful engine: each session gets a compiled model of its own, weights and all."""
+    keeps_compiled: bool = False
+    """Compiling takes long, and its plugin can take up again what it compiled before (``CACHE_DIR``)."""
 
 
+# Nothing compiled is kept for the CPU: openvino 2026.4 writes a file as large as the weights, cannot read it back for a
+# paged shard (the head sizes of its attention are lost), and compiles anew; the weights are packed at the first forward
+# in any case.
 _CPU = DeviceProfile(
     32,
     {
@@ -38,6 +43,7 @@ _GPU = DeviceProfile(
     {"KV_CACHE_PRECISION": "f16", "PERFORMANCE_HINT": "LATENCY"},
     # A reset of one request's cache breaks those of its siblings (arXiv 2608.19147).
     model_per_session=True,
+    keeps_compiled=True,
 )
 
 _PROFILES = {"CPU": _CPU, "GPU": _GPU}

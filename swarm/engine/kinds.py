@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Protocol
 
 from swarm.engine.base import Engine
@@ -20,11 +21,17 @@ class ExactEngine(Engine, Protocol):
 
 
 def make_engine(
-    kind: str, shard: Shard, device: str, kv_tokens: int, vocabulary: int, threads: int | None = None
+    kind: str,
+    shard: Shard,
+    device: str,
+    kv_tokens: int,
+    vocabulary: int,
+    threads: int | None = None,
+    cache: Path | None = None,
 ) -> ExactEngine:
-    """The engine `kind` with `shard`, whose model is used up; blocking, seconds.
+    """The engine `kind` with `shard`, whose model is used up; blocking, seconds. `cache` is for what was compiled.
 
     Raises `DeviceError` where the device refuses and `UnsupportedModelError` where the engine cannot run the model.
     """
     engines: dict[str, type[PagedEngine | StatefulEngine]] = {PAGED: PagedEngine, STATEFUL: StatefulEngine}
-    return engines[kind](shard, device, kv_tokens, vocabulary, threads)
+    return engines[kind](shard, device, kv_tokens, vocabulary, threads, cache)

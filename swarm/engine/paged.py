@@ -13,6 +13,7 @@ history of rewinds (each rule has a test that fails without it):
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,11 +40,19 @@ MAX_ROWS = 1024
 class PagedEngine:
     """Implements `base.Engine` on any shard that the paged-attention pass takes."""
 
-    def __init__(self, shard: Shard, device: str, kv_tokens: int, vocabulary: int, threads: int | None = None) -> None:
+    def __init__(
+        self,
+        shard: Shard,
+        device: str,
+        kv_tokens: int,
+        vocabulary: int,
+        threads: int | None = None,
+        cache: Path | None = None,
+    ) -> None:
         """Compile `shard` (whose model is used up) for `device` with room for `kv_tokens` positions; blocking, seconds.
 
-        Token ids lie in ``[0, vocabulary)``. `threads` limits the CPU threads of inference. Raises `DeviceError` where
-        the device refuses.
+        Token ids lie in ``[0, vocabulary)``. `threads` limits the CPU threads of inference. Under `cache` the plugin
+        may keep what it compiled. Raises `DeviceError` where the device refuses.
         """
         settings = profile(device)
         self._device = device
@@ -54,6 +63,8 @@ class PagedEngine:
         self._first = any(TOKENS_INPUT in port.get_names() for port in model.inputs)
         self._hidden_size = 0 if self._first else _hidden_size(model)
         properties = dict(settings.properties)
+        if cache is not None and settings.keeps_compiled:
+            properties["CACHE_DIR"] = str(cache)
         if device == "CPU":
             properties["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = shard.group or weight_group(weights_of_graph(model))
             if threads is not None:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -67,11 +68,20 @@ class _Session:
 class StatefulEngine:
     """Implements `base.Engine` on any shard whose attention takes its mask as an input."""
 
-    def __init__(self, shard: Shard, device: str, kv_tokens: int, vocabulary: int, threads: int | None = None) -> None:
+    def __init__(
+        self,
+        shard: Shard,
+        device: str,
+        kv_tokens: int,
+        vocabulary: int,
+        threads: int | None = None,
+        cache: Path | None = None,
+    ) -> None:
         """Compile `shard` (whose model is used up) for `device` with room for `kv_tokens` positions; blocking, seconds.
 
-        Token ids lie in ``[0, vocabulary)``. `threads` limits the CPU threads of inference. Raises `DeviceError` where
-        the device refuses and `UnsupportedModelError` where the attention is another.
+        Token ids lie in ``[0, vocabulary)``. `threads` limits the CPU threads of inference. Under `cache` the plugin
+        may keep what it compiled. Raises `DeviceError` where the device refuses and `UnsupportedModelError` where the
+        attention is another.
         """
         self._device = device
         self._settings = profile(device)
@@ -83,6 +93,8 @@ class StatefulEngine:
         self._first = any(TOKENS_INPUT in port.get_names() for port in shard.model.inputs)
         self._hidden_size = 0 if self._first else _hidden_size(shard.model)
         self._properties = dict(self._settings.properties)
+        if cache is not None and self._settings.keeps_compiled:
+            self._properties["CACHE_DIR"] = str(cache)
         heads = _kv_heads(shard.model)
         if device == "CPU":
             self._properties["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = shard.group or weight_group(

@@ -27,6 +27,7 @@ from huggingface_hub.errors import (
 )
 
 from swarm.model import gguf
+from swarm.model.disk import bytes_under
 from swarm.model.hub import ANSWER, PROGRESS, REQUEST, RemoteFile
 from swarm.model.routes import Choice, HubName, check_checkpoint, choose
 from swarm.protocol.errors import ModelError, StoreError, SwarmError, UsageError
@@ -161,7 +162,7 @@ def fetch(repo: str, commit: str, directory: Path, files: Sequence[RemoteFile], 
 
 def _check_disk(directory: Path, files: Sequence[RemoteFile]) -> None:
     total = sum(file.bytes for file in files)
-    here = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+    here = bytes_under(directory)
     free = shutil.disk_usage(directory).free
     if free < 2 * total - here:
         raise StoreError(

@@ -10,11 +10,12 @@ import contextlib
 import json
 import shutil
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from swarm.model.eviction import Eviction, Held, evict, only_of
+from swarm.model.disk import bytes_under
+from swarm.model.eviction import Contents, Eviction, Held, evict, only_of
 from swarm.model.manifest import Manifest
 from swarm.model.scratch import is_abandoned
 from swarm.model.store import Store
@@ -39,12 +40,14 @@ class StoredModel:
     layers: int
     layers_here: int
     blobs: frozenset[BlobId]
+    compiled_bytes: int
+    """What a device's plugin keeps of its compiled shards."""
     in_use: bool
     """A node that runs with this store works with it."""
 
     @property
     def held(self) -> Held:
-        return Held(self.id, self.used, self.blobs)
+        return Held(self.id, self.used, self.blobs, self.compiled_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +80,7 @@ def models_in(store: Store) -> tuple[StoredModel, ...]:
                 layers=len(manifest.layers),
                 layers_here=sum(layer.id in here for layer in manifest.layers),
                 blobs=frozenset({entry.blob, *sizes}),
+                compiled_bytes=bytes_under(store.compiled(entry.blob)),
                 in_use=entry.blob in in_use,
             )
         )
@@ -89,10 +93,13 @@ def remove(store: Store, model: StoredModel) -> int:
     return _carry_out(store, Eviction((model.id,), tuple(sorted(only_of(model.held, others, pins(store).blobs)))))
 
 
-def make_room(store: Store, needed_bytes: int, keep: Collection[BlobId] = ()) -> None:
+def make_room(
+    store: Store, needed_bytes: int, keep: Collection[BlobId] = (), elsewhere: Collection[BlobId] = ()
+) -> None:
     """Where `needed_bytes` more would pass the store's limit, removes what was not used for longest, without `keep`.
 
-    Raises `StoreError` with the numbers where that does not help; then nothing is removed.
+    What is known to be `elsewhere` goes before what may be the only copy of the swarm. Raises `StoreError` with the
+    numbers where that does not help; then nothing is removed.
     """
     if store.limit_bytes is None:
         return
@@ -102,8 +109,10 @@ def make_room(store: Store, needed_bytes: int, keep: Collection[BlobId] = ()) ->
         return
     pinned = pins(store)
     held = [model.held for model in models_in(store)]
-    sizes = _sizes(store, {blob for model in held for blob in model.blobs})
-    eviction = evict(held, sizes, pinned.models, {*pinned.blobs, *keep}, over)
+    sizes = _sizes(store.root / "blobs", "*/*", {blob for model in held for blob in model.blobs})
+    partials = _sizes(store.root / "partial", "*", ())
+    in_use = {*pinned.blobs, *keep}
+    eviction = evict(Contents(held, sizes, partials, pinned.models, in_use, elsewhere), over)
     if eviction.freed_bytes < over:
         raise StoreError(
             "the store has no room left",
@@ -112,16 +121,6 @@ def make_room(store: Store, needed_bytes: int, keep: Collection[BlobId] = ()) ->
             action="Give more --disk, or a smaller model.",
         )
     _carry_out(store, eviction)
-
-
-def pin(store: Store, model: BlobId, blobs: Iterable[BlobId], *, more: bool = False) -> None:
-    """Says that this process works with `model` and with these of its blobs.
-
-    Replaces what it said before, or, with `more`, adds to it where it was about the same model.
-    """
-    said = _read_pin(store.pin) if more and store.pin is not None else Pins()
-    before = said.blobs if model in said.models else frozenset()
-    store.write_pin(json.dumps({"models": [model], "blobs": sorted({model, *blobs, *before})}))
 
 
 def pins(store: Store) -> Pins:
@@ -149,11 +148,11 @@ def _read_pin(path: Path) -> Pins:
     return Pins(frozenset(models), frozenset(blobs))
 
 
-def _sizes(store: Store, known: Collection[BlobId]) -> dict[BlobId, int]:
-    """Blobs that are here: those of models, and others once they have settled."""
+def _sizes(folder: Path, pattern: str, known: Collection[BlobId]) -> dict[BlobId, int]:
+    """Blobs that are there: those that are `known` to belong to a model, and others once they have settled."""
     found = {}
     settled = time.time() - SETTLING_S
-    for path in (store.root / "blobs").glob("*/*"):
+    for path in folder.glob(pattern):
         with contextlib.suppress(OSError):  # it may be gone by now
             status = path.stat()
             if is_blob_id(path.name) and (path.name in known or status.st_mtime < settled):
@@ -166,6 +165,15 @@ def _carry_out(store: Store, eviction: Eviction) -> int:
     for model in eviction.models:
         (store.root / "manifests" / model).unlink(missing_ok=True)
     freed = 0
+    for model in (*eviction.models, *eviction.compiled):
+        size = bytes_under(store.compiled(model))
+        shutil.rmtree(store.compiled(model), ignore_errors=True)  # what Windows keeps open is counted again next time
+        freed += size - bytes_under(store.compiled(model))
+    for blob in eviction.partials:
+        with contextlib.suppress(OSError):  # somebody took it up
+            size = store.begun_bytes(blob)
+            (store.root / "partial" / blob).unlink()
+            freed += size
     for blob in eviction.blobs:
         with contextlib.suppress(OSError):  # gone already; or Windows: somebody reads it
             path = store.path_of(blob)

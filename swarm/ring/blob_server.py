@@ -5,14 +5,17 @@ A node shows who it is and that it knows the swarm's secret (`pairing.http_token
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
-from pathlib import Path
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import BinaryIO
 
 import anyio
 import anyio.to_thread
 from aiohttp import web
 
+from swarm.model.partial import DIGEST_BYTES, PIECE_BYTES, piece_count
 from swarm.model.store import Store
 from swarm.protocol.ids import BlobId, NodeId, is_blob_id, is_node_id
 from swarm.ring.pairing import check_http_token
@@ -35,7 +38,7 @@ SCHEME = "Swarm"
 
 
 class BlobServer:
-    """Answers ``GET`` and ``HEAD /blob/<id>`` for nodes that know the swarm's secret."""
+    """Answers ``GET`` and ``HEAD /blob/<id>`` and ``GET /blob/<id>/pieces`` for nodes that know the swarm's secret."""
 
     def __init__(self, store: Store, node: NodeId, secret: bytes, *, stall_timeout_s: float = STALL_TIMEOUT_S) -> None:
         self._store = store
@@ -47,21 +50,56 @@ class BlobServer:
         """Bytes handed to the socket, by receiver."""
 
     def routes(self) -> list[web.RouteDef]:
-        return [web.get("/blob/{blob}", self._serve)]
+        return [web.get("/blob/{blob}", self._serve), web.get("/blob/{blob}/pieces", self._serve_pieces)]
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         client = self._authorised(request)
+        file, size = await self._open_named(request)
+        with file:
+            return await self._answer(request, client, file, size)
+
+    async def _serve_pieces(self, request: web.Request) -> web.StreamResponse:
+        """SHA-256 of every piece, one after the other, as they lie on the disk now.
+
+        Who asks for them suspects somebody: where it is our disk that is wrong, the blob goes.
+        """
+        self._authorised(request)
+        file, size = await self._open_named(request)
+        blob, whole = BlobId(request.match_info["blob"]), hashlib.sha256()
+        with file:
+            response = web.StreamResponse()
+            response.content_type = "application/octet-stream"
+            response.content_length = piece_count(size) * DIGEST_BYTES
+            async with self._slot():
+                await response.prepare(request)
+                for left in reversed(range(piece_count(size))):
+                    digest = await anyio.to_thread.run_sync(_next_digest, file, whole)
+                    if not left and whole.hexdigest() != blob:
+                        await anyio.to_thread.run_sync(self._store.drop, blob)
+                    if not await self._write(response, digest):
+                        _cut(request)
+                        break
+            return response
+
+    async def _open_named(self, request: web.Request) -> tuple[BinaryIO, int]:
         name = request.match_info["blob"]
         if not is_blob_id(name):
             raise web.HTTPNotFound(text="not the name of a blob")
         opened = await anyio.to_thread.run_sync(self._open, BlobId(name))
         if opened is None:
             raise web.HTTPNotFound(text="this node does not have the blob")
-        file, size = opened
+        return opened
+
+    @asynccontextmanager
+    async def _slot(self) -> AsyncIterator[None]:
+        with anyio.move_on_after(QUEUE_TIMEOUT_S) as waiting:
+            await self._slots.acquire()
+        if waiting.cancelled_caught:
+            raise web.HTTPServiceUnavailable(text="busy with other nodes", headers={"Retry-After": "1"})
         try:
-            return await self._answer(request, client, file, size)
+            yield
         finally:
-            file.close()
+            self._slots.release()
 
     def _authorised(self, request: web.Request) -> NodeId:
         client = request.headers.get(NODE_HEADER, "")
@@ -73,12 +111,10 @@ class BlobServer:
         return NodeId(client)
 
     def _open(self, blob: BlobId) -> tuple[BinaryIO, int] | None:
-        if not self._store.has(blob):
-            return None
-        path: Path = self._store.path(blob)
+        path = self._store.path_of(blob)
         try:
             return path.open("rb"), path.stat().st_size
-        except OSError:  # removed meanwhile
+        except OSError:  # not here, or removed meanwhile
             return None
 
     async def _answer(self, request: web.Request, client: NodeId, file: BinaryIO, size: int) -> web.StreamResponse:
@@ -92,30 +128,35 @@ class BlobServer:
         if request.method == "HEAD":
             await response.prepare(request)
             return response
-        with anyio.move_on_after(QUEUE_TIMEOUT_S) as waiting:
-            await self._slots.acquire()
-        if waiting.cancelled_caught:
-            raise web.HTTPServiceUnavailable(text="busy with other nodes", headers={"Retry-After": "1"})
-        try:
-            await response.prepare(request)
-            file.seek(start)
-            while start < stop and (count := await self._send_chunk(response, file, stop - start)):
-                start += count
-                self.sent[client] += count
-        except ConnectionError:  # the receiver went; it resumes elsewhere or later
-            start = stop
-        finally:
-            self._slots.release()
-        if start < stop and request.transport is not None:
-            request.transport.abort()  # the one way to say, after the header, that no more comes
+        async with self._slot():
+            try:
+                await response.prepare(request)
+                file.seek(start)
+                while start < stop and (count := await self._send_chunk(response, file, stop - start)):
+                    start += count
+                    self.sent[client] += count
+            except ConnectionError:  # the receiver went; it resumes elsewhere or later
+                start = stop
+        if start < stop:
+            _cut(request)
         return response
 
     async def _send_chunk(self, response: web.StreamResponse, file: BinaryIO, most: int) -> int:
         """How many bytes went; 0 where the receiver takes none, or the file has no more."""
         data = await anyio.to_thread.run_sync(file.read, min(CHUNK_BYTES, most))
+        return len(data) if await self._write(response, data) else 0
+
+    async def _write(self, response: web.StreamResponse, data: bytes) -> bool:
+        """False where the receiver takes nothing for too long."""
         with anyio.move_on_after(self._stall_timeout_s) as waiting:
             await response.write(data)
-        return 0 if waiting.cancelled_caught else len(data)
+        return not waiting.cancelled_caught
+
+
+def _cut(request: web.Request) -> None:
+    """The one way to say, after the header, that no more comes."""
+    if request.transport is not None:
+        request.transport.abort()
 
 
 def _requested(request: web.Request, size: int) -> tuple[int, int]:
@@ -128,3 +169,9 @@ def _requested(request: web.Request, size: int) -> tuple[int, int]:
     if start >= stop and (size or wanted.start is not None):
         raise web.HTTPRequestRangeNotSatisfiable(headers={"Content-Range": f"bytes */{size}"})
     return start, stop
+
+
+def _next_digest(file: BinaryIO, whole: hashlib._Hash) -> bytes:
+    data = file.read(PIECE_BYTES)
+    whole.update(data)
+    return hashlib.sha256(data).digest()

@@ -13,7 +13,6 @@ import anyio
 import anyio.to_thread
 
 from swarm.model.drafts import draft_for, same_tokenizer
-from swarm.model.inventory import pin
 from swarm.model.manifest import Manifest
 from swarm.model.store import Store
 from swarm.protocol.config import DRAFT_AUTO, DRAFT_NONE
@@ -21,13 +20,13 @@ from swarm.protocol.errors import ModelError, SwarmError
 from swarm.protocol.ids import BlobId, NodeId
 from swarm.protocol.messages import DraftOffer, Member, Phase
 from swarm.protocol.plan import Plan
+from swarm.ring.blob_client import BlobSource
 from swarm.ring.choice import DraftChoice, choose_draft
 from swarm.ring.config import RingConfig
 from swarm.ring.fit import draft_memory
 from swarm.ring.library import Library
 from swarm.ring.stage import Report, StageHost
 from swarm.ring.supply import Model, acquire_model, load_model, recall, recall_whole, shape_of
-from swarm.ring.transfer import BlobSource
 
 CALM_S = 5.0
 """The ring has served for this long before anything is done for the draft: first answers come first, and the peers
@@ -189,7 +188,7 @@ class DraftSupply:
             self._say(f"no memory for {manifest.name}, {_mb(needed)} needed and {_mb(free)} free")
             return
         pins = {blob.id for blob in manifest.blobs()}
-        await anyio.to_thread.run_sync(pin, self._store, draft.id, pins)
+        await anyio.to_thread.run_sync(self._store.pin, "draft", [draft.id], pins)
         self._draft, self._served, self.note = draft, (source, target.id), ""
         self._owner.draft_ready(draft)
 

@@ -11,9 +11,9 @@ from swarm.protocol.errors import StoreError, SwarmError
 from swarm.protocol.ids import BlobId
 from swarm.protocol.messages import Phase
 from swarm.protocol.plan import Plan
+from swarm.ring.blob_client import BlobSource
 from swarm.ring.stage import Report, StageHost
 from swarm.ring.supply import Model, acquire_model, load_model, model_source, recall
-from swarm.ring.transfer import BlobSource
 
 
 class LibraryOwner(Protocol):

@@ -40,6 +40,7 @@ from swarm.protocol.messages import (
 )
 from swarm.protocol.plan import NO_PLAN, Plan
 from swarm.ring import events as ev
+from swarm.ring.blob_client import BlobSource
 from swarm.ring.blob_server import BlobServer
 from swarm.ring.board import Board, RingView, other_swarm
 from swarm.ring.choice import STANDING
@@ -60,7 +61,7 @@ from swarm.ring.pairing import UNDECIDED_FINGERPRINT, fingerprint
 from swarm.ring.port import RingListener, RingLoad
 from swarm.ring.stage import StageHost
 from swarm.ring.supply import Model
-from swarm.ring.transfer import BlobFetcher, BlobSource
+from swarm.ring.transfer import BlobFetcher
 from swarm.ring.websocket import LinkServer, dial
 from swarm.ring.worker import NO_STATS
 
@@ -147,7 +148,7 @@ class RingNode:
         await self._server.start(self._config.port)
         self._membership = Membership(first_record(self._config, advertised(choices, self._server.port)), Random())
         self._forming = Forming(self.node, await anyio.to_thread.run_sync(read_epoch, self._config.home))
-        fetcher = BlobFetcher(self._store, self.node, self._own.secret)
+        fetcher = BlobFetcher(self._store, self.node, self._own.secret, self.notice)
         self._stage = StageHost(self.node, self._store, fetcher, self.send, self._config.memory_bytes, self.report)
         self._library = library = Library(self._store, self._stage, self.report, self)
         self._drafts = DraftSupply(self._config, self._store, self._stage, library, self.report, self)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -13,18 +14,19 @@ from anyio.abc import TaskGroup
 
 from swarm.engine.base import Engine
 from swarm.engine.kinds import make_engine
-from swarm.engine.pages import use_huge_pages
-from swarm.model.inventory import make_room, pin
+from swarm.engine.pages import drop_mapped_pages, use_huge_pages
+from swarm.model.inventory import make_room
 from swarm.model.manifest import BlobRef, Manifest
 from swarm.model.shard import load_shard
 from swarm.model.store import Store
-from swarm.protocol.errors import ModelError
+from swarm.protocol.errors import ModelError, StoreError
 from swarm.protocol.ids import NO_EPOCH, BlobId, NodeId, SessionId
 from swarm.protocol.messages import Phase, RowKind, Segment
 from swarm.protocol.plan import Plan, Stage
 from swarm.protocol.sampling import GREEDY
+from swarm.ring.blob_client import BlobSource
 from swarm.ring.outbox import Send
-from swarm.ring.transfer import BlobSource, FetchSummary, TransferProgress
+from swarm.ring.transfer import FetchSummary, TransferProgress
 from swarm.ring.worker import StageWorker
 
 Report: TypeAlias = Callable[[Phase, str, int, int, float], None]
@@ -50,8 +52,10 @@ EngineFactory: TypeAlias = Callable[[Manifest, Store, Stage, Plan], Engine]
 
 def build_engine(manifest: Manifest, store: Store, stage: Stage, plan: Plan) -> Engine:
     """Cut the shard out of the stored model and compile it for the plan's engine."""
+    assert plan.model is not None
     shard = load_shard(manifest, store, stage.start, stage.end)
-    return make_engine(plan.engine, shard, stage.device, plan.kv_tokens, manifest.vocabulary)
+    cache = store.compiled(plan.model)
+    return make_engine(plan.engine, shard, stage.device, plan.kv_tokens, manifest.vocabulary, cache=cache)
 
 
 @dataclass(slots=True)
@@ -64,6 +68,8 @@ class _Held:
     end: int
     kv_tokens: int
     kind: str
+    blobs: frozenset[BlobId]
+    """Of the store, that it was built from."""
 
     def serves(self, plan: Plan, stage: Stage) -> bool:
         built_for = (self.model, self.start, self.end, self.kv_tokens, self.kind)
@@ -99,22 +105,34 @@ class StageHost:
         self.fetched: dict[NodeId, int] = {}
         """Bytes fetched from each peer since the start."""
 
-    async def fetch(self, blobs: Sequence[BlobRef], sources: Sequence[BlobSource], what: str) -> None:
-        """Bring `blobs` into the store. Raises `StoreError` where nobody can give one."""
+    async def fetch(
+        self, blobs: Sequence[BlobRef], sources: Sequence[BlobSource], what: str, elsewhere: Collection[BlobId] = ()
+    ) -> None:
+        """Bring `blobs` into the store. Raises `StoreError` where nobody can give one.
+
+        Where room has to be made for them, what is known to be `elsewhere` goes first.
+        """
 
         def progress(now: TransferProgress) -> None:
             self._report(Phase.FETCH, what, now.done, now.total, now.rate)
 
-        await anyio.to_thread.run_sync(self._make_space, blobs)
+        await anyio.to_thread.run_sync(self._make_space, blobs, elsewhere)
         summary = await self._fetcher.fetch_all([(blob.id, blob.bytes) for blob in blobs], sources, progress)
         for node, count in summary.by_node.items():
             self.fetched[node] = self.fetched.get(node, 0) + count
 
-    def _make_space(self, blobs: Sequence[BlobRef]) -> None:
+    def _make_space(self, blobs: Sequence[BlobRef], elsewhere: Collection[BlobId]) -> None:
         """Keep the store under its limit. Raises `StoreError` where that is not possible."""
-        missing = sum(blob.bytes for blob in blobs if not self._store.has(blob.id))
+        absent = [blob for blob in blobs if not self._store.has(blob.id)]
+        missing = sum(max(0, blob.bytes - self._store.begun_bytes(blob.id)) for blob in absent)
         if missing:
-            make_room(self._store, missing, {blob.id for blob in blobs})
+            make_room(self._store, missing, {blob.id for blob in blobs}, elsewhere)
+
+    def _held_by_others(self, manifest: Manifest) -> set[BlobId]:
+        """Weights that the other stages of the plan in force work with."""
+        stages = self.worker.plan.stages if self.worker is not None else ()
+        others = [stage for stage in stages if stage.node != self.node]
+        return {blob.id for stage in others for blob in manifest.weights(stage.start, stage.end)}
 
     async def manifest(self, model: BlobId, size: int, sources: Sequence[BlobSource]) -> Manifest:
         """The manifest `model` with its graph and tokenizer, fetched where they are not here.
@@ -125,6 +143,8 @@ class StageHost:
             await self.fetch([BlobRef(model, size)], sources, "manifest")
         data = await anyio.to_thread.run_sync(self._store.read, model)
         manifest = Manifest.decode(data)
+        needed = [model, manifest.graph.id, manifest.tokenizer.id]
+        await anyio.to_thread.run_sync(self._store.pin, "manifest", [], needed)
         await self.fetch([manifest.graph, manifest.tokenizer], sources, manifest.name)
         await anyio.to_thread.run_sync(self._store.mark_manifest, model, manifest.name, manifest.source)
         return manifest
@@ -140,22 +160,20 @@ class StageHost:
         if any(held is not None and held.serves(plan, stage) for held in (self._prepared, self._serving)):
             return
         what = f"layers {stage.start} to {stage.end - 1}"
-        await anyio.to_thread.run_sync(self._pin, plan.model, manifest, stage)
-        await self.fetch(manifest.weights(stage.start, stage.end), sources, what)
+        weights = manifest.weights(stage.start, stage.end)
+        blobs = frozenset({manifest.graph.id, manifest.tokenizer.id, *(blob.id for blob in weights)})
+        # What serves stays pinned for itself: another model's may be next.
+        await anyio.to_thread.run_sync(self._store.pin, "next stage", [plan.model], blobs)
+        same = self.worker is not None and self.worker.plan.model == plan.model
+        elsewhere = self._held_by_others(manifest) if same else ()
+        await self.fetch(weights, sources, what, elsewhere)
         await self._make_room(stage)
         self._report(Phase.COMPILE, what, 0, 0, 0.0)
         engine = await anyio.to_thread.run_sync(self._build, manifest, self._store, stage, plan)
-        self._prepared = _Held(engine, plan.model, stage.start, stage.end, plan.kv_tokens, plan.engine)
+        self._prepared = _Held(engine, plan.model, stage.start, stage.end, plan.kv_tokens, plan.engine, blobs)
         self._report(Phase.WARM_UP, what, 0, 0, 0.0)
         await anyio.to_thread.run_sync(_warm_up, engine, manifest, stage)
-
-    def _pin(self, model: BlobId, manifest: Manifest, stage: Stage) -> None:
-        """What this node works with from now on must not leave the store."""
-        ranges = [(stage.start, stage.end)]
-        if self._serving is not None and self._serving.model == model:
-            ranges.append((self._serving.start, self._serving.end))
-        weights = {blob.id for start, end in ranges for blob in manifest.weights(start, end)}
-        pin(self._store, model, {manifest.graph.id, manifest.tokenizer.id, *weights})
+        await anyio.to_thread.run_sync(drop_mapped_pages, self._store.root / "blobs")
 
     async def _make_room(self, stage: Stage) -> None:
         """Two shards at once may be more than this node advertised; then the one that serves goes first.
@@ -177,6 +195,8 @@ class StageHost:
         if self._prepared is not None and self._prepared.serves(plan, stage):
             await self._close(self._serving)
             self._serving, self._prepared = self._prepared, None
+            with contextlib.suppress(StoreError):  # the disk is full; for "next stage" the same was said before
+                await anyio.to_thread.run_sync(self._store.pin, "stage", [self._serving.model], self._serving.blobs)
         if self._serving is None or not self._serving.serves(plan, stage):
             raise ModelError("a plan came into force that was not prepared here", found=f"epoch {plan.epoch}")
         self.worker = StageWorker(self.node, plan.ring(ring), self._serving.engine, self._send)

@@ -15,7 +15,6 @@ import anyio.to_thread
 
 from swarm.model.exporting import export_checkpoint
 from swarm.model.inventory import make_room
-from swarm.model.inventory import pin as pin_model
 from swarm.model.manifest import BlobRef, Manifest
 from swarm.model.publish import publish
 from swarm.model.sources import Source, acquire, pin, resolve
@@ -68,7 +67,7 @@ def load_model(store: Store, model: BlobId) -> Model:
     """Read a manifest and its tokenizer, which are in the store; blocking. Raises `StoreError`, `ModelError`."""
     data = store.read(model)
     manifest = Manifest.decode(data)
-    pin_model(store, model, (manifest.graph.id, manifest.tokenizer.id), more=True)
+    store.pin("language", [model], [manifest.graph.id, manifest.tokenizer.id])
     store.mark_used(model)
     folder = store.root / "tokenizers" / manifest.tokenizer.id
     if not folder.is_dir():

@@ -1,152 +1,72 @@
 """Fetching blobs from peers: layers, embedding, head and graph come straight from node to node (see `blob_server`).
 
-A transfer that was cut goes on where it stopped. The certificate must belong to the node that is wanted before anything
-is said, and every byte counts into the blob's hash; where a peer falls silent, refuses, or sends something else, the
-next one is asked.
+All peers that have a blob give pieces of it at the same time. A transfer that was cut goes on with the pieces that are
+here. `pieces` decides who is asked for what, `review` who sent wrong bytes; this is the shell around them.
 """
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
-import aiohttp
 import anyio
 import anyio.to_thread
+from anyio.abc import TaskGroup
 
-from swarm.model.store import PartialBlob, Store
+from swarm.model.disk import require_free
+from swarm.model.partial import PartialBlob, piece_span
+from swarm.model.store import Store
 from swarm.protocol.errors import StoreError, SwarmError
 from swarm.protocol.ids import BlobId, NodeId
-from swarm.ring.blob_server import CHUNK_BYTES, NODE_HEADER, SCHEME, STALL_TIMEOUT_S
-from swarm.ring.identity import node_of
-from swarm.ring.pairing import http_token
+from swarm.ring.blob_client import BlobClient, BlobSource
+from swarm.ring.blob_server import STALL_TIMEOUT_S
+from swarm.ring.pieces import AttemptError, Flight, Schedule
+from swarm.ring.review import Review
 
-MAX_FETCHES = 4
-"""Blobs that a node fetches at once."""
+MAX_STREAMS = 8
+"""Pieces on their way to a node at once, and so many in memory."""
 
-CONNECT_TIMEOUT_S = 5.0
+STREAMS_PER_SOURCE = 2
+"""One request is answered while the next one travels."""
 
-MAX_FAILURES = 4
-"""In a row and without a byte received, after which a peer is given up for a blob."""
+MAX_OPEN = 128
+"""Blobs in the making at once, each an open file. A stage seldom has more."""
 
-MAX_BUSY = 60
-"""Answers of "busy" after which a peer is given up: ten minutes of waiting in its queue."""
+MAX_DAMAGES = 2
+"""Times that the disk may lose what was written of one blob before that is an error."""
+
+IDLE_S = 0.25
+"""A stream without work looks again: a peer may have become slow, or has rested."""
+
+MAX_COMPLAINTS = 8
 
 PROGRESS_INTERVAL_S = 0.2
 RATE_WINDOW_S = 3.0
 
-
-# --- decisions of the fetching side ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class BlobSource:
-    """A peer that may have the blob."""
-
-    node: NodeId
-    address: str
-    """``host:port`` of its links."""
-
-
-@dataclass(frozen=True, slots=True)
-class BlobFetched:
-    """One blob that is now in the store."""
-
-    blob: BlobId
-    by_node: Mapping[NodeId, int]
-    """Bytes received for it, by the node that sent them; empty where it was here already."""
-    complaints: tuple[str, ...] = ()
-    """What went wrong on the way, one line each, peers named."""
-
-    @property
-    def bytes(self) -> int:
-        return sum(self.by_node.values())
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
 class FetchSummary:
-    blobs: tuple[BlobFetched, ...]
-
-    @property
-    def by_node(self) -> dict[NodeId, int]:
-        total: Counter[NodeId] = Counter()
-        for blob in self.blobs:
-            total.update(blob.by_node)
-        return dict(total)
+    by_node: Mapping[NodeId, int]
+    """Bytes received, by the node that sent them; empty where all was here already."""
+    complaints: tuple[str, ...] = ()
+    """What went wrong on the way, one line each, peers named."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransferProgress:
-    """All blobs of a `fetch_all` together; what was here already counts as done."""
+    """All blobs of a fetch together; what was here already counts as done."""
 
     done: int
     total: int
     rate: float
     """Bytes per second over the last seconds."""
-
-
-class AttemptError(SwarmError):
-    """Why one attempt with one source ended. Never leaves this module."""
-
-    busy = False
-    final = False
-    """True where the same source cannot do better."""
-
-
-class BusyError(AttemptError):
-    busy = True
-
-
-class RefusedError(AttemptError):
-    final = True
-
-
-@dataclass(slots=True)
-class _Candidate:
-    source: BlobSource
-    failures: int = 0
-    busy: int = 0
-
-
-@dataclass(slots=True)
-class SourceChoice:
-    """Which source to ask next for one blob: pure, one per fetch."""
-
-    candidates: list[_Candidate]
-    complaints: list[str] = field(default_factory=list)
-
-    @classmethod
-    def among(cls, sources: Sequence[BlobSource]) -> SourceChoice:
-        return cls([_Candidate(source) for source in dict.fromkeys(sources)])
-
-    def leave_out(self, nodes: Container[NodeId]) -> None:
-        self.candidates = [one for one in self.candidates if one.source.node not in nodes]
-
-    def next(self, active: Mapping[NodeId, int]) -> BlobSource | None:
-        """The one with the fewest failures, then with the fewest transfers; None where all are used up."""
-        best = min(self.candidates, key=lambda c: (c.failures + c.busy, active.get(c.source.node, 0)), default=None)
-        return None if best is None else best.source
-
-    def failed(self, source: BlobSource, failure: AttemptError, *, progressed: bool) -> float:
-        """Note a failure; returns how many seconds to wait before the next attempt."""
-        self.complaints.append(f"{source.address} ({source.node[:8]}): {failure}")
-        del self.complaints[:-8]
-        candidate = next(one for one in self.candidates if one.source == source)
-        if progressed:
-            candidate.failures = candidate.busy = 0
-        candidate.busy += failure.busy
-        candidate.failures += not failure.busy
-        if failure.final or candidate.failures >= MAX_FAILURES or candidate.busy >= MAX_BUSY:
-            self.candidates.remove(candidate)
-        if any(one.failures + one.busy == 0 for one in self.candidates):
-            return 0.0
-        return float(min((2 ** (one.failures - 2) for one in self.candidates), default=0.0))
 
 
 class RateMeter:
@@ -168,199 +88,288 @@ class RateMeter:
         return (self._total - total) / (now - then) if now > then else 0.0
 
 
-# --- the fetching side ----------------------------------------------------------------------------------------------
-
-
-OnHave: TypeAlias = Callable[[int], None]
 OnProgress: TypeAlias = Callable[[TransferProgress], None]
 
 
 class BlobFetcher:
     """Fetches blobs into `store`. Use it as ``async with BlobFetcher(…) as fetcher``.
 
-    A peer that once sent wrong bytes is not asked again: `distrusted` says who, and why.
+    A peer that once sent wrong bytes is not asked again: `distrusted` says who, and why; `notice` is told.
     """
 
-    def __init__(self, store: Store, node: NodeId, secret: bytes, *, stall_timeout_s: float = STALL_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        store: Store,
+        node: NodeId,
+        secret: bytes,
+        notice: Callable[[str], None] = lambda _: None,
+        *,
+        stall_timeout_s: float = STALL_TIMEOUT_S,
+    ) -> None:
         self._store = store
-        self._node = node
-        self._secret = secret
-        self._stall_timeout_s = stall_timeout_s
-        self._session: aiohttp.ClientSession | None = None
-        self._pins: dict[NodeId, _NodePin] = {}
-        self._active: Counter[NodeId] = Counter()
+        self._notice = notice
+        self._client = BlobClient(node, secret, stall_timeout_s)
+        self._fetching: dict[BlobId, anyio.Event] = {}
         self.distrusted: dict[NodeId, str] = {}
 
     async def __aenter__(self) -> BlobFetcher:
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=self._stall_timeout_s)
-        self._session = aiohttp.ClientSession(
-            timeout=timeout, auto_decompress=False, read_bufsize=CHUNK_BYTES, cookie_jar=aiohttp.DummyCookieJar()
-        )
+        await self._client.__aenter__()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._session is not None:
-            await self._session.close()
-
-    async def fetch(
-        self, blob: BlobId, size: int, sources: Sequence[BlobSource], on_have: OnHave = lambda _have: None
-    ) -> BlobFetched:
-        """Bring one blob into the store, verified, from whichever source gives it.
-
-        `on_have` is told how many of its `size` bytes are here. May be cancelled: what is here stays for resuming.
-        Raises `StoreError` where the disk refuses or no source can give it.
-        """
-        if await anyio.to_thread.run_sync(self._store.has, blob):
-            on_have(size)
-            return BlobFetched(blob, {})
-        choice = SourceChoice.among(sources)
-        attempt = _Attempts(blob, size, on_have)
-        while True:
-            choice.leave_out(self.distrusted)
-            source = choice.next(self._active)
-            if source is None:
-                raise _nobody(blob, size, choice.complaints)
-            before = sum(attempt.by_node.values())
-            self._active[source.node] += 1
-            try:
-                await self._try(attempt, source)
-            except AttemptError as failure:
-                progressed = sum(attempt.by_node.values()) > before
-                wait_s = choice.failed(source, failure, progressed=progressed)
-            else:
-                return BlobFetched(blob, dict(attempt.by_node), tuple(choice.complaints))
-            finally:
-                self._active[source.node] -= 1
-            await anyio.sleep(wait_s)
+        await self._client.__aexit__(kind, error, trace)
 
     async def fetch_all(
         self, wanted: Sequence[tuple[BlobId, int]], sources: Sequence[BlobSource], on_progress: OnProgress
     ) -> FetchSummary:
-        """Fetch ``(blob, size)`` pairs, `MAX_FETCHES` at once, and report on all of them together.
+        """Bring ``(blob, size)`` pairs into the store, verified, from all sources at once.
 
-        Raises `StoreError` as `fetch` does; the others are then given up, resumable.
+        What another task fetches already is waited for, not fetched twice. May be cancelled: pieces that are here stay
+        for resuming. Raises `StoreError` where the disk refuses or no source can give a blob.
         """
         sizes = dict(wanted)
-        total = _Total(sizes, on_progress)
-        limiter = anyio.CapacityLimiter(MAX_FETCHES)
-        fetched: dict[BlobId, BlobFetched] = {}
-        errors: list[SwarmError] = []
-
-        async def one(blob: BlobId, size: int) -> None:
-            async with limiter:
-                try:
-                    fetched[blob] = await self.fetch(blob, size, sources, lambda have: total.have(blob, have))
-                except SwarmError as error:
-                    errors.append(error)
-                    group.cancel_scope.cancel()
-
-        async with anyio.create_task_group() as group:
-            for blob, size in sizes.items():
-                group.start_soon(one, blob, size)
-        if errors:
-            raise errors[0]
+        total = _Total(sum(sizes.values()), on_progress)
+        received: Counter[NodeId] = Counter()
+        complaints: list[str] = []
+        while sizes:
+            ours = {blob: size for blob, size in sizes.items() if blob not in self._fetching}
+            others = [event for blob, event in self._fetching.items() if blob in sizes]
+            ended = anyio.Event()
+            self._fetching |= dict.fromkeys(ours, ended)
+            try:
+                fetch = _Fetch(self._store, self._client, self._distrust, self.distrusted, sources, total)
+                await fetch.run(ours)
+                received.update(fetch.received)
+                complaints += fetch.complaints
+            finally:
+                for blob in ours:
+                    del self._fetching[blob]
+                ended.set()
+            # Whoever was here first waits for nobody who came later, so that two never wait for each other.
+            for event in others:
+                await event.wait()
+            sizes = {blob: size for blob, size in sizes.items() if blob not in ours}
         total.report()
-        return FetchSummary(tuple(fetched[blob] for blob in sizes))
+        return FetchSummary(dict(received), tuple(complaints))
 
-    async def _try(self, attempt: _Attempts, source: BlobSource) -> None:
-        """One attempt with one source, ending in the whole blob or a `AttemptError`."""
-        partial = await anyio.to_thread.run_sync(self._open, attempt, source.node)
+    def _distrust(self, source: BlobSource, reason: str) -> None:
+        self.distrusted[source.node] = reason
+        self._notice(f"{source.address} ({source.node[:8]}) {reason}; it is not asked for layers again")
+
+
+class _Fetch:
+    """One fetch: its schedule, its blobs in the making, and the streams that fill them."""
+
+    def __init__(
+        self,
+        store: Store,
+        client: BlobClient,
+        distrust: Callable[[BlobSource, str], None],
+        distrusted: Mapping[NodeId, str],
+        sources: Sequence[BlobSource],
+        total: _Total,
+    ) -> None:
+        self._store = store
+        self._client = client
+        self._distrust = distrust
+        self._distrusted = distrusted
+        self._sources = {source.node: source for source in sources if source.node not in distrusted}
+        self._total = total
+        self._schedule = Schedule(self._sources)
+        self._partials: dict[BlobId, PartialBlob] = {}
+        self._reviews: dict[BlobId, Review] = {}
+        self._damages: Counter[BlobId] = Counter()
+        self._scopes: dict[Flight, anyio.CancelScope] = {}
+        self._left: set[BlobId] = set()
+        self._files = anyio.Semaphore(MAX_OPEN)
+        self._slots = anyio.CapacityLimiter(MAX_STREAMS)
+        self._moved = anyio.Event()
+        """Set, and made anew, when a stream that had nothing to do may have something."""
+        self._error: SwarmError | None = None
+        self.received: Counter[NodeId] = Counter()
+        self.complaints: deque[str] = deque(maxlen=MAX_COMPLAINTS)
+
+    async def run(self, sizes: Mapping[BlobId, int]) -> None:
+        """Raises `StoreError`."""
+        self._left = set(sizes)
+        if not sizes:
+            return
         try:
-            attempt.begin(partial.have)
-            if partial.have < partial.size or partial.size == 0:
-                await self._download(attempt, partial, source)
-            await self._finish(attempt, partial)
+            async with anyio.create_task_group() as group:
+                group.start_soon(self._guard, group, self._open_all, sizes)
+                for source in [*self._sources.values()] * STREAMS_PER_SOURCE:
+                    group.start_soon(self._guard, group, self._stream, source)
         finally:
             with anyio.CancelScope(shield=True):
-                await anyio.to_thread.run_sync(partial.close)
+                for partial in self._partials.values():
+                    await anyio.to_thread.run_sync(partial.close)
+        if self._error is not None:
+            raise self._error
 
-    def _open(self, attempt: _Attempts, node: NodeId) -> PartialBlob:
-        partial = self._store.partial(attempt.blob, attempt.size).__enter__()
-        if partial.have and not attempt.may_go_on(partial.have, node):
-            partial.discard()
-            partial = self._store.partial(attempt.blob, attempt.size).__enter__()
-        return partial
-
-    async def _finish(self, attempt: _Attempts, partial: PartialBlob) -> None:
+    async def _guard(self, group: TaskGroup, task: Callable[[_T], Awaitable[None]], argument: _T) -> None:
+        """The first error ends everything, and so does the last blob."""
         try:
-            await anyio.to_thread.run_sync(partial.finish)
-        except StoreError as error:
-            if error.expected != f"SHA-256 {attempt.blob}":
-                raise  # the disk's fault, not the bytes'
-            for node in attempt.wrong():
-                self.distrusted[node] = f"sent wrong bytes for blob {attempt.blob[:12]}"
-            raise AttemptError("the bytes are not those of the blob; starting over") from None
+            await task(argument)
+        except SwarmError as error:
+            self._error = self._error or error
+        if self._error is not None or not self._left:
+            group.cancel_scope.cancel()
 
-    async def _download(self, attempt: _Attempts, partial: PartialBlob, source: BlobSource) -> None:
-        if self._session is None:
-            raise ValueError("the fetcher is used outside its async with")
-        headers = {
-            NODE_HEADER: self._node,
-            "Authorization": f"{SCHEME} " + http_token(self._secret, source.node, self._node),
-            "Accept-Encoding": "identity",
-        }
-        if partial.have:
-            headers["Range"] = f"bytes={partial.have}-"
-        pin = self._pins.setdefault(source.node, _NodePin(source.node))
-        url = f"https://{source.address}/blob/{attempt.blob}"
-        try:
-            async with self._session.get(url, headers=headers, ssl=pin, allow_redirects=False) as response:
-                await _check(response, partial)
-                while partial.have < partial.size:
-                    await self._take_chunk(attempt, partial, source, response.content)
-        except aiohttp.ServerFingerprintMismatch:
-            raise RefusedError("another node answers at this address") from None
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            raise AttemptError(f"it cannot be reached: {error}") from None
-        except (TimeoutError, aiohttp.ServerTimeoutError):  # in Python 3.10 the second is not of the first
-            raise AttemptError(f"sent next to nothing for {self._stall_timeout_s:g} s") from None
-        except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise AttemptError(f"the transfer was cut: {error or type(error).__name__}") from None
+    # --- blobs ------------------------------------------------------------------------------------------------------
 
-    async def _take_chunk(
-        self, attempt: _Attempts, partial: PartialBlob, source: BlobSource, content: aiohttp.StreamReader
-    ) -> None:
-        wanted = min(CHUNK_BYTES, partial.size - partial.have)
-        data = bytearray()
+    async def _open_all(self, sizes: Mapping[BlobId, int]) -> None:
+        await anyio.to_thread.run_sync(self._require_room, sizes)
+        for blob, size in sizes.items():
+            await self._files.acquire()
+            if await anyio.to_thread.run_sync(self._store.is_whole, blob, size):
+                self._total.here(size)
+                self._done(blob)
+                continue
+            partial = await anyio.to_thread.run_sync(self._store.partial(blob, size).__enter__)
+            self._partials[blob], self._reviews[blob] = partial, Review()
+            missing = partial.missing
+            self._total.here(size - _bytes_of(size, missing))
+            self._schedule.add(blob, size, missing)
+            if missing:
+                self._changed()
+            else:
+                await self._complete(blob)
+
+    def _require_room(self, sizes: Mapping[BlobId, int]) -> None:
+        """For all of them, before a byte is fetched. One that was begun has its place on most disks."""
+        new = [blob for blob in sizes if not self._store.has(blob) and not self._store.begun_bytes(blob)]
+        require_free(self._store.root, sum(sizes[blob] for blob in new))
+
+    async def _complete(self, blob: BlobId) -> None:
+        """All pieces are here: into the store with it, or find out which are wrong."""
+        partial, review = self._partials[blob], self._reviews[blob]
+        if await anyio.to_thread.run_sync(partial.finish):
+            for node in review.right(partial.digests):
+                self._convict(node, blob)
+            self._schedule.remove(blob)
+            self._done(blob)
+        elif lost := await anyio.to_thread.run_sync(partial.recheck):
+            self._damages[blob] += 1
+            if self._damages[blob] > MAX_DAMAGES:
+                found = f"{len(lost)} pieces of blob {blob[:12]} changed"
+                raise StoreError("the disk does not keep what is written", found=found, action="Check the disk.")
+            self._again(blob, lost)
+        else:
+            await self._review(blob)
+        self._changed()
+
+    async def _review(self, blob: BlobId) -> None:
+        """The bytes that came are wrong: compare with one peer after the other. Raises `StoreError` after the last."""
+        partial, review = self._partials[blob], self._reviews[blob]
+        while True:
+            convicted = review.wrong()
+            if convicted is not None:
+                self._convict(convicted, blob)
+            node = review.next(node for node in self._sources if self._schedule.able(node, blob))
+            if node is None:
+                raise _nobody(blob, partial.size, ["its bytes are not those of the blob", *self.complaints])
+            began = time.monotonic()
+            try:
+                claimed = await self._client.pieces(self._sources[node], blob, partial.size)
+            except AttemptError as failure:
+                self._complain(node, failure)
+                await anyio.sleep(self._schedule.blame(node, blob, failure, began, time.monotonic()))
+                continue
+            disputed = review.begin(node, claimed, partial.digests)
+            if disputed:
+                await anyio.to_thread.run_sync(partial.forget, disputed)
+                self._again(blob, disputed, node)
+                return
+
+    def _again(self, blob: BlobId, indices: Sequence[int], only: NodeId | None = None) -> None:
+        self._total.here(-_bytes_of(self._partials[blob].size, indices))
+        self._schedule.again(blob, indices, only)
+
+    def _done(self, blob: BlobId) -> None:
+        self._left.discard(blob)
+        self._files.release()
+
+    # --- streams ----------------------------------------------------------------------------------------------------
+
+    async def _stream(self, source: BlobSource) -> None:
+        """Ask one peer for one piece after the other, until it is dropped or everything is here."""
+        while self._left and self._schedule.asks(source.node):
+            async with self._slots:
+                flight = self._schedule.take(source.node, time.monotonic())
+                if flight is not None:
+                    await self._fly(flight, source)
+                    continue
+            with anyio.move_on_after(IDLE_S):
+                await self._moved.wait()
+
+    async def _fly(self, flight: Flight, source: BlobSource) -> None:
+        def count(received: int) -> None:
+            flight.received = received
+
+        data, size = None, self._partials[flight.blob].size
         try:
-            with anyio.fail_after(self._stall_timeout_s):
-                while len(data) < wanted:
-                    piece = await content.read(wanted - len(data))
-                    if not piece:
-                        raise AttemptError(
-                            "the transfer was cut", expected=f"{partial.size} bytes", found=str(partial.have)
-                        )
-                    data += piece
+            with anyio.CancelScope() as scope:
+                self._scopes[flight] = scope
+                data = await self._client.range(source, flight.blob, size, flight.start, flight.stop, count)
+        except AttemptError as failure:
+            if not flight.lost:
+                self._complain(source.node, failure)
+                self._schedule.failed(flight, failure, time.monotonic())
+                self._changed()
         finally:
-            # What came before a cut counts too. Shielded: bytes on disk and bytes counted stay the same number.
-            if data:
-                with anyio.CancelScope(shield=True):
-                    await anyio.to_thread.run_sync(partial.append, data)
-                attempt.received(source.node, len(data), partial.have)
+            del self._scopes[flight]
+            self.received[source.node] += flight.received
+        if data is not None and not flight.lost:
+            await self._land(flight, data)
+
+    async def _land(self, flight: Flight, data: bytearray) -> None:
+        node, blob = flight.node, flight.blob
+        for other in self._schedule.claim(flight):
+            self._scopes[other].cancel()
+        review = self._reviews[blob]
+        expected = review.expected(node, flight.index)
+        contradicts = expected is not None and expected != await anyio.to_thread.run_sync(_digest, data)
+        if contradicts or node in self._distrusted:
+            self._convict(node, blob)
+            self._schedule.ended(flight)
+            self._changed()
+            return
+        await anyio.to_thread.run_sync(self._partials[blob].put, flight.index, data)
+        review.landed(node, flight.index)
+        self._total.add(len(data))
+        if self._schedule.landed(flight, time.monotonic()):
+            await self._complete(blob)
+
+    def _changed(self) -> None:
+        """There may be something to do, or nothing that could be done. Raises `StoreError`."""
+        self._moved.set()
+        self._moved = anyio.Event()
+        blob = self._schedule.stuck()
+        if blob is not None:
+            raise _nobody(blob, self._partials[blob].size, self.complaints)
+
+    def _convict(self, node: NodeId, blob: BlobId) -> None:
+        if node not in self._distrusted:
+            self._distrust(self._sources[node], f"sent wrong bytes for blob {blob[:12]}")
+            self._complain(node, self._distrusted[node])
+        self._schedule.drop(node)
+
+    def _complain(self, node: NodeId, reason: object) -> None:
+        self.complaints.append(f"{self._sources[node].address} ({node[:8]}): {reason}")
 
 
-async def _check(response: aiohttp.ClientResponse, partial: PartialBlob) -> None:
-    """That the peer is about to send exactly what is missing."""
-    if response.status == 503:
-        raise BusyError("it is busy with other nodes")
-    if response.status not in (200, 206):
-        reason = (await response.content.read(200)).decode(errors="replace").splitlines()
-        kind = RefusedError if response.status < 500 else AttemptError
-        raise kind(f"it refuses ({response.status})", found=reason[0] if reason else response.reason or "")
-    missing = partial.size - partial.have
-    expected = f"bytes {partial.have}-{partial.size - 1}/{partial.size}" if partial.have else ""
-    found = response.headers.get("Content-Range", "") if response.status == 206 else ""
-    if found != expected or response.content_length != missing:
-        raise RefusedError(
-            "it has the blob in another size",
-            expected=f"{missing} more bytes",
-            found=f"{response.content_length}, range {found or 'none'}",
-        )
+def _digest(data: bytearray) -> bytes:
+    return hashlib.sha256(data).digest()
 
 
-def _nobody(blob: BlobId, size: int, complaints: Sequence[str]) -> StoreError:
+def _bytes_of(size: int, indices: Sequence[int]) -> int:
+    """Of these pieces of a blob of `size` bytes."""
+    return sum(stop - start for start, stop in (piece_span(size, index) for index in indices))
+
+
+def _nobody(blob: BlobId, size: int, complaints: Iterable[str]) -> StoreError:
     return StoreError(
         "a piece of the model cannot be fetched",
         expected=f"blob {blob[:12]} ({size} bytes) from a peer",
@@ -369,80 +378,28 @@ def _nobody(blob: BlobId, size: int, complaints: Sequence[str]) -> StoreError:
     )
 
 
-class _Attempts:
-    """What is known about the bytes of one blob over all attempts: who sent them, and whom to blame."""
-
-    def __init__(self, blob: BlobId, size: int, on_have: OnHave) -> None:
-        self.blob = blob
-        self.size = size
-        self.by_node: Counter[NodeId] = Counter()
-        self._on_have = on_have
-        self._have = 0
-        self._senders: set[NodeId] = set()
-        self._strangers = False
-        """Bytes that did not come through here: of an earlier run, or of another task with the same blob."""
-        self._alone = False
-        """From now on the whole blob comes from one sender, so that wrong bytes have one possible origin."""
-
-    def may_go_on(self, have: int, node: NodeId) -> bool:
-        """Whether `node` may add to the `have` bytes that are here."""
-        return not self._alone or (have == self._have and self._senders <= {node})
-
-    def begin(self, have: int) -> None:
-        if have == 0:
-            self._senders.clear()
-        self._strangers = have > 0 and (self._strangers or have != self._have)
-        self._have = have
-        self._on_have(have)
-
-    def received(self, node: NodeId, count: int, have: int) -> None:
-        self.by_node[node] += count
-        self._senders.add(node)
-        self._have = have
-        self._on_have(have)
-
-    def wrong(self) -> frozenset[NodeId]:
-        """The whole is wrong and was removed: who is to blame. Nobody where it may have been one of several."""
-        certain = len(self._senders) == 1 and not self._strangers
-        self._alone = True
-        return frozenset(self._senders) if certain else frozenset()
-
-
 class _Total:
     """Progress of several blobs as one, reported at most every `PROGRESS_INTERVAL_S`."""
 
-    def __init__(self, sizes: Mapping[BlobId, int], on_progress: OnProgress) -> None:
+    def __init__(self, total: int, on_progress: OnProgress) -> None:
         self._on_progress = on_progress
-        self._total = sum(sizes.values())
-        self._have: dict[BlobId, int] = {}
+        self._total = total
+        self._done = 0
         self._meter = RateMeter(time.monotonic())
         self._reported = float("-inf")
 
-    def have(self, blob: BlobId, have: int) -> None:
+    def here(self, count: int) -> None:
+        """Bytes that did not come now; negative for those that have to come again."""
+        self._done += count
+
+    def add(self, count: int) -> None:
+        """Bytes that came."""
         now = time.monotonic()
-        if blob in self._have:  # the first figure is what was here before
-            self._meter.add(max(0, have - self._have[blob]), now)
-        self._have[blob] = have
+        self._done += count
+        self._meter.add(count, now)
         if now - self._reported >= PROGRESS_INTERVAL_S:
             self.report()
 
     def report(self) -> None:
         self._reported = time.monotonic()
-        done = sum(self._have.values())
-        self._on_progress(TransferProgress(done, self._total, self._meter.rate(self._reported)))
-
-
-class _NodePin(aiohttp.Fingerprint):
-    """Accepts only the certificate that a node id is the hash of. aiohttp asks it before a request is sent."""
-
-    def __init__(self, node: NodeId) -> None:
-        super().__init__(bytes(32))
-        self._node = node
-
-    def check(self, transport: asyncio.Transport) -> None:
-        tls = transport.get_extra_info("ssl_object")
-        certificate = tls.getpeercert(binary_form=True) if tls is not None else b""
-        if not certificate or node_of(certificate) != self._node:
-            host, port, *_ = transport.get_extra_info("peername")
-            found = hashlib.sha256(certificate).digest()
-            raise aiohttp.ServerFingerprintMismatch(bytes.fromhex(self._node), found, host, port)
+        self._on_progress(TransferProgress(self._done, self._total, self._meter.rate(self._reported)))

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench.nodes import Stream, together
+from bench.throttle import Line
 
 ROOT = Path(__file__).parents[2]
 
@@ -71,6 +72,20 @@ def test_beam_idx() -> None:
 def test_two_nodes() -> None:
     figures = run_quickly("bench.two_nodes", "--model", "smollm2", "--users", "1")
     assert figures["smollm2_two_nodes_one_user"] > 0
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_store() -> None:
+    figures = run_quickly("bench.store")
+    assert {"fetch_1_source", "fetch_3_sources", "start_cold_s", "start_warm_store_s"} <= figures.keys()
+    assert figures["replan_bytes_to_plan"] == 1.0
+
+
+def test_a_line_carries_its_rate_and_no_more() -> None:
+    line = Line(1000.0)
+    first, second = line.release_time(100), line.release_time(100)
+    assert second - first == pytest.approx(0.1)
 
 
 @pytest.mark.export

@@ -51,6 +51,7 @@ def stored(number: int, name: str, **changes: object) -> StoredModel:
         "layers": 30,
         "layers_here": 30,
         "blobs": frozenset(),
+        "compiled_bytes": 0,
         "in_use": False,
     }
     return StoredModel(**{**values, **changes})  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Which memory goes to huge pages, and that nothing in it changes."""
+"""Which memory goes to huge pages, which pages go, and that nothing in it changes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from swarm.engine.pages import large_anonymous, use_huge_pages
+from swarm.engine.pages import drop_mapped_pages, large_anonymous, read_only_files, use_huge_pages
 
 MAPS = """\
 560000000000-560000400000 rw-p 00000000 fe:00 131    /usr/bin/python3
@@ -47,5 +47,27 @@ def test_memory_keeps_its_content_and_moves_to_huge_pages() -> None:
 
 
 def huge_bytes() -> int:
+    return rolled_up("AnonHugePages")
+
+
+def rolled_up(what: str) -> int:
     rollup = Path("/proc/self/smaps_rollup").read_text(encoding="ascii")
-    return next(int(line.split()[1]) << 10 for line in rollup.splitlines() if line.startswith("AnonHugePages"))
+    return next(int(line.split()[1]) << 10 for line in rollup.splitlines() if line.startswith(f"{what}:"))
+
+
+def test_only_read_only_files_of_the_folder_are_meant() -> None:
+    assert list(read_only_files(MAPS.splitlines(), Path("/store"))) == [(0x7F0000000000, 0x7F0001000000)]
+    assert list(read_only_files(MAPS.splitlines(), Path("/sto"))) == []
+    assert list(read_only_files(MAPS.splitlines(), Path("/usr"))) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has it")
+def test_pages_of_mapped_files_go_and_come_back(tmp_path: Path) -> None:
+    expected = np.random.default_rng(0).integers(0, 256, 32 << 20, np.uint8)
+    expected.tofile(tmp_path / "blob")
+    mapped = np.memmap(tmp_path / "blob", np.uint8, "r")
+    assert np.array_equal(mapped, expected)
+    before = rolled_up("Rss")
+    drop_mapped_pages(tmp_path)
+    assert before - rolled_up("Rss") > len(expected) * 9 // 10
+    assert np.array_equal(mapped, expected)

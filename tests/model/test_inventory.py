@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -11,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from swarm.model.inventory import SETTLING_S, StoredModel, make_room, models_in, pin, pins, remove
+from swarm.model.inventory import SETTLING_S, StoredModel, make_room, models_in, pins, remove
 from swarm.model.manifest import Manifest
+from swarm.model.partial import PIECE_BYTES
 from swarm.model.publish import publish
 from swarm.model.store import Store
 from swarm.protocol.errors import StoreError
@@ -95,9 +97,8 @@ def test_a_model_in_use_is_known_to_other_processes(store: Store, irs: list[Path
     program = f"""
 import sys
 from pathlib import Path
-from swarm.model.inventory import pin
 from swarm.model.store import Store
-pin(Store(Path({str(store.root)!r})), {one.id!r}, [])
+Store(Path({str(store.root)!r})).pin("stage", [{one.id!r}])
 print("pinned", flush=True)
 sys.stdin.read()
 """
@@ -112,15 +113,15 @@ sys.stdin.read()
     assert list((store.root / "pins").iterdir()) == []
 
 
-def test_pins_replace_and_add(store: Store) -> None:
+def test_pins_of_a_purpose_replace_each_other(store: Store) -> None:
     one, two, three = (BlobId(f"{number:064x}") for number in (1, 2, 3))
-    pin(store, one, [two])
-    pin(store, one, [three], more=True)
-    assert pins(store).blobs == {one, two, three}
-    pin(store, one, [three])
+    store.pin("stage", [one], [two])
+    store.pin("language", [three])
+    assert (pins(store).models, pins(store).blobs) == ({one, three}, {one, two, three})
+    store.pin("stage", [one], [])
     assert pins(store).blobs == {one, three}
-    pin(store, two, [], more=True)
-    assert (pins(store).models, pins(store).blobs) == ({two}, {two})
+    store.pin("language")
+    assert (pins(store).models, pins(store).blobs) == ({one}, {one})
     (file,) = (store.root / "pins").iterdir()
     for damaged in ("", "[]", '{"models": 5, "blobs": []}', '{"models": [5], "blobs": []}'):
         file.write_text(damaged, encoding="utf-8")
@@ -143,7 +144,7 @@ def test_what_is_worked_with_stays(store: Store, irs: list[Path]) -> None:
     one, two = put(store, irs[0], 100.0), put(store, irs[1], 200.0)
     manifest = manifest_of(store, one)
     kept = {manifest.graph.id, manifest.tokenizer.id, manifest.layers[0].id}
-    pin(store, one.id, kept)
+    store.pin("stage", [one.id], kept)
     store.limit_bytes = store.usage_bytes()
     make_room(store, 1)
     assert [model.id for model in models_in(store)] == [one.id]  # the newer one goes, since nobody uses it
@@ -179,6 +180,56 @@ def test_blobs_that_have_just_come_stay(store: Store, irs: list[Path]) -> None:
         make_room(store, 150)
     make_room(store, 100)
     assert (store.has(young), store.has(old)) == (True, False)
+
+
+def test_pieces_of_a_fetch_that_was_given_up_make_room(store: Store) -> None:
+    data = b"d" * 5000
+    blob = BlobId(hashlib.sha256(data).hexdigest())
+    with store.partial(blob, 10 * PIECE_BYTES):
+        pass
+    with store.partial(blob, 2 * PIECE_BYTES) as partial:
+        partial.put(0, bytes(PIECE_BYTES))
+    begun = store.begun_bytes(blob)
+    assert begun > 2 * PIECE_BYTES
+    store.limit_bytes = store.usage_bytes()
+    with pytest.raises(StoreError, match="0 that can go"):
+        make_room(store, 1)
+    long_ago = time.time() - SETTLING_S - 1
+    os.utime(store.root / "partial" / blob, (long_ago, long_ago))
+    with pytest.raises(StoreError, match="0 that can go"):
+        make_room(store, 1, keep=[blob])
+    make_room(store, begun)
+    assert store.begun_bytes(blob) == 0
+
+
+def test_compiled_forms_are_counted_and_go_with_their_model(store: Store, irs: list[Path]) -> None:
+    one = put(store, irs[0], 100.0)
+    store.compiled(one.id).mkdir(parents=True)
+    (store.compiled(one.id) / "1.blob").write_bytes(bytes(5000))
+    found = find(store, one.id)
+    assert found.compiled_bytes == 5000
+    used = store.usage_bytes()
+    store.pin("stage", [one.id], one.blobs)
+    store.limit_bytes = used + 1000
+    make_room(store, 2000)  # it is in use, but that can be made again
+    assert find(store, one.id).compiled_bytes == 0
+    assert whole(store, one)
+    store.pin("stage")
+    store.compiled(one.id).mkdir(parents=True)
+    (store.compiled(one.id) / "1.blob").write_bytes(bytes(5000))
+    assert remove(store, find(store, one.id)) > 5000
+    assert not store.compiled(one.id).exists()
+
+
+def test_layers_that_others_have_go_first(store: Store, irs: list[Path]) -> None:
+    one = put(store, irs[0], 100.0)
+    manifest = manifest_of(store, one)
+    store.pin("stage", [one.id], one.blobs - {layer.id for layer in manifest.layers})
+    for layer in sorted(manifest.layers, key=lambda layer: layer.id, reverse=True)[:2]:
+        store.limit_bytes = store.usage_bytes()
+        make_room(store, 1, elsewhere=[layer.id])
+        assert not store.has(layer.id)
+    assert find(store, one.id).layers_here == LAYERS - 2
 
 
 def test_publishing_keeps_the_limit(store: Store, irs: list[Path]) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -87,6 +86,18 @@ def test_a_damaged_blob_is_noticed_and_removed(data: bytes, draw: st.DataObject)
         assert not store.has(blob)
 
 
+@given(st.integers(0, len(DATA) - 1))
+@settings(max_examples=30)
+def test_a_blob_cut_at_any_byte_is_not_taken_for_whole(length: int) -> None:
+    for store in fresh():
+        store.put_bytes(DATA)
+        assert store.is_whole(ID, len(DATA))
+        os.truncate(store.path(ID), length)
+        assert not store.is_whole(ID, len(DATA))
+        assert not store.has(ID)
+        assert not store.is_whole(ID, len(DATA))
+
+
 def test_a_writer_hashes_as_it_goes(store: Store) -> None:
     with store.writer() as writer:
         for start in range(0, len(DATA), 100):
@@ -129,128 +140,13 @@ def test_adopt_from_another_file_system(store: Store, tmp_path: Path, monkeypatc
     assert not file.exists()
 
 
-@given(st.binary(min_size=1, max_size=5000), st.lists(st.integers(1, 2000), min_size=1, max_size=8), st.booleans())
-@settings(max_examples=50)
-def test_a_partial_blob_resumes_where_it_stopped(data: bytes, pieces: list[int], reopen: bool) -> None:
-    for store in fresh():
-        blob = BlobId(hashlib.sha256(data).hexdigest())
-        have = 0
-        while have < len(data):
-            for piece in pieces:
-                with store.partial(blob, len(data)) as partial:
-                    assert partial.have == have
-                    partial.append(data[have : have + piece])
-                    have = partial.have
-            if reopen:
-                store.open()
-        with store.partial(blob, len(data)) as partial:
-            partial.finish()
-        assert store.read(blob) == data
-        assert litter(store) == []
-
-
-def test_wrong_bytes_are_removed(store: Store) -> None:
-    with store.partial(ID, len(DATA)) as partial:
-        partial.append(bytes(len(DATA)))
-        with pytest.raises(StoreError, match="another peer"):
-            partial.finish()
-    assert not store.has(ID)
-    assert litter(store) == []
-
-
-def test_more_or_fewer_bytes_than_promised(store: Store) -> None:
-    with store.partial(ID, len(DATA)) as partial:
-        partial.append(DATA[:-1])
-        with pytest.raises(StoreError, match="not complete"):
-            partial.finish()
-        with pytest.raises(StoreError, match="longer than it should be"):
-            partial.append(b"ab")
-        partial.append(DATA[-1:])
-        partial.finish()
-    assert store.read(ID) == DATA
-
-
-def test_a_partial_blob_that_is_too_long_starts_anew(store: Store) -> None:
-    (store.root / "partial" / ID).write_bytes(DATA + b"more")
-    with store.partial(ID, len(DATA)) as partial:
-        assert partial.have == 0
-        partial.append(DATA)
-        partial.finish()
-    assert store.read(ID) == DATA
-
-
-def test_discard_forgets(store: Store) -> None:
-    with store.partial(ID, len(DATA)) as partial:
-        partial.append(DATA[:100])
-        partial.discard()
-    with store.partial(ID, len(DATA)) as partial:
-        assert partial.have == 0
-
-
-def test_two_owners_of_one_blob_do_not_meet(store: Store) -> None:
-    with store.partial(ID, len(DATA)) as first:
-        first.append(DATA[:5000])
-        with store.partial(ID, len(DATA)) as second:
-            assert second.have == 0
-            second.append(DATA)
-            first.append(DATA[5000:])
-            second.finish()
-        first.finish()
-    assert store.read(ID) == DATA
-    assert litter(store) == []
-
-
-def test_of_two_beginnings_the_longer_stays(store: Store) -> None:
-    with store.partial(ID, len(DATA)) as first:
-        first.append(DATA[:5000])
-        with store.partial(ID, len(DATA)) as second:
-            second.append(DATA[:100])
-    with store.partial(ID, len(DATA)) as partial:
-        assert partial.have == 5000
-
-
-@pytest.mark.parametrize("repair", [True, False])
-def test_what_dead_processes_left(store: Store, repair: bool) -> None:
+def test_what_dead_processes_were_writing_goes(store: Store) -> None:
     (store.root / "tmp" / DEAD).write_bytes(DATA)
-    (store.root / "partial" / f"{ID}.{DEAD}").write_bytes(DATA[:100])
-    if repair:
+    with store.writer() as writer:
+        writer.write(DATA)
         store.open()
-        assert litter(store) == [ID]
-    with store.partial(ID, len(DATA)) as partial:
-        assert partial.have == 100
-
-
-def test_what_living_processes_write_stays(store: Store) -> None:
-    with store.writer() as writer, store.partial(ID, len(DATA)) as partial:
-        writer.write(DATA[:10])
-        partial.append(DATA[:10])
-        store.open()
-        writer.write(DATA[10:])
+        assert len(litter(store)) == 1
         assert writer.commit() == ID
-        partial.append(DATA[10:])
-        partial.finish()
-
-
-def test_a_process_killed_in_the_middle(store: Store) -> None:
-    program = """
-import os, sys
-from pathlib import Path
-from swarm.model.store import Store
-store, blob, data = Store(Path(sys.argv[1])), sys.argv[2], bytes(range(256)) * 40
-store.writer().__enter__().write(data)
-store.partial(blob, len(data)).__enter__().append(data[:9000])
-os._exit(9)
-"""
-    ended = subprocess.run([sys.executable, "-c", program, str(store.root), ID], timeout=60)
-    assert ended.returncode == 9
-    store.open()
-    assert not store.has(ID)
-    assert list((store.root / "tmp").iterdir()) == []
-    with store.partial(ID, len(DATA)) as partial:
-        assert 0 < partial.have <= 9000
-        partial.append(DATA[partial.have :])
-        partial.finish()
-    assert store.read(ID) == DATA
 
 
 def test_many_writers_of_the_same_blobs(store: Store) -> None:
@@ -263,8 +159,8 @@ def test_many_writers_of_the_same_blobs(store: Store) -> None:
                 store.put_bytes(data)
             else:
                 with store.partial(BlobId(hashlib.sha256(data).hexdigest()), len(data)) as partial:
-                    partial.append(data[partial.have :])
-                    partial.finish()
+                    partial.put(0, data)
+                    assert partial.finish()
 
     with ThreadPoolExecutor(8) as pool:
         for done in [pool.submit(work, number) for number in range(8)]:
@@ -293,32 +189,15 @@ def test_a_full_disk_names_the_numbers(store: Store, monkeypatch: pytest.MonkeyP
 
     def open_full(self: Path, mode: str = "r") -> Any:
         file = open_file(self, mode)
-        return FullDisk(file) if mode in ("xb", "a+b") else file
+        return FullDisk(file) if mode == "xb" else file
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "open", open_full)
         patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=77_777))
         with pytest.raises(StoreError, match=f"disk is full; expected {len(DATA)} more bytes; found 77777 bytes free"):
             store.put_bytes(DATA)
-        with pytest.raises(StoreError, match="disk is full"), store.partial(ID, len(DATA)) as partial:
-            partial.append(DATA)
     assert litter(store) == []
     assert store.put_bytes(DATA) == ID
-
-
-def test_a_blob_that_will_not_fit_is_refused_before_it_is_fetched(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with store.partial(ID, len(DATA)) as partial:
-        partial.append(DATA[:240])
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=9_999))
-        with pytest.raises(StoreError, match="expected 10000 more bytes; found 9999"):
-            store.partial(ID, len(DATA)).__enter__()
-    with store.partial(ID, len(DATA)) as partial:
-        assert partial.have == 240
-    with pytest.raises(StoreError, match="bad size"):
-        store.partial(ID, 2**60)
 
 
 def test_a_place_that_cannot_be_used(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from anyio.abc import TaskGroup
 from anyio.lowlevel import checkpoint
 
 from swarm.engine.base import Engine, Output
+from swarm.model.inventory import Pins, pins
 from swarm.model.manifest import BlobRef, Manifest
 from swarm.model.store import Store
 from swarm.protocol.config import STATEFUL
@@ -23,9 +24,11 @@ from swarm.protocol.ids import BlobId, Epoch, NodeId, SessionId
 from swarm.protocol.messages import Message, Phase, RowKind, Segment
 from swarm.protocol.plan import Plan, Stage
 from swarm.protocol.sampling import GREEDY
+from swarm.ring import stage as stage_module
+from swarm.ring.blob_client import BlobSource
 from swarm.ring.cutover import Cutover
 from swarm.ring.stage import StageHost
-from swarm.ring.transfer import BlobFetched, BlobSource, FetchSummary, TransferProgress
+from swarm.ring.transfer import FetchSummary, TransferProgress
 
 pytestmark = pytest.mark.anyio
 
@@ -137,7 +140,7 @@ class Bench:
         on_progress: Callable[[TransferProgress], None],
     ) -> FetchSummary:
         self.fetched.append([blob for blob, _ in wanted])
-        return FetchSummary(tuple(BlobFetched(blob, {B: size}) for blob, size in wanted))
+        return FetchSummary({B: sum(size for _, size in wanted)})
 
     async def send(self, to: NodeId, message: Message) -> None:
         self.sent.append((to, message))
@@ -286,6 +289,38 @@ async def test_a_device_that_fails_leaves_the_old_stage_serving(
         await host.prepare(plan(2, 0, 5), MANIFEST, [])
     assert host.worker is not None
     assert len(bench.alive) == 1
+
+
+async def test_what_serves_stays_pinned_while_another_model_is_prepared(
+    bench: Bench, host: StageHost, tasks: TaskGroup, tmp_path: Path
+) -> None:
+    def pinned() -> Pins:
+        return pins(Store(tmp_path))
+
+    other = BlobId("e" * 64)
+    await host.prepare(plan(1), MANIFEST, [])
+    layers = {layer.id for layer in MANIFEST.layers[:3]}
+    assert pinned().blobs >= {MODEL, MANIFEST.graph.id, MANIFEST.tokenizer.id, *layers}
+    await host.activate(plan(1), tasks)
+    await host.prepare(plan(2, 3, 6, model=other), MANIFEST, [])
+    assert pinned().models == {MODEL, other}
+    assert pinned().blobs >= {layer.id for layer in MANIFEST.layers}
+    await host.activate(plan(2, 3, 6, model=other), tasks)
+    assert pinned().models == {other}
+    assert not pinned().blobs & layers
+
+
+async def test_room_is_made_of_what_the_other_stages_have(
+    bench: Bench, host: StageHost, tasks: TaskGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, set[BlobId]]] = []
+    monkeypatch.setattr(
+        stage_module, "make_room", lambda _store, needed, _keep, elsewhere: asked.append((needed, set(elsewhere)))
+    )
+    await host.prepare(plan(1, 3, 6), MANIFEST, [])
+    await host.activate(plan(1, 3, 6), tasks)
+    await host.prepare(plan(2, 2, 6), MANIFEST, [])
+    assert asked == [(40, set()), (50, {blob.id for blob in MANIFEST.weights(0, 3)})]
 
 
 # --- one thing after the other --------------------------------------------------------------------------------------
