@@ -14,13 +14,11 @@ import statistics
 import sys
 from pathlib import Path
 
-import aiohttp
-import anyio
 import numpy as np
 
 from bench import models
+from bench.nodes import ask, ring_of
 from bench.report import ROUNDS, cores, first_in_line, pin, report, spread
-from bench.two_nodes import FORMING_TIMEOUT_S, SILENCE_TIMEOUT_S, ask, formed, two_nodes
 from swarm.model.tokenizer import Tokenizer
 
 PREFIX_TOKENS = 96
@@ -52,21 +50,16 @@ def main() -> None:
 async def measure(ir: Path, node_cores: tuple[int, int], rounds: int, first: bool) -> list[list[float]]:
     """Milliseconds to the first token of each user, by round; one round more warms up."""
     tokenizer, found = Tokenizer.load(ir), []
-    timeout = aiohttp.ClientTimeout(total=None, sock_read=SILENCE_TIMEOUT_S)
-    with two_nodes(ir, node_cores) as (apis, nodes, _):
-        async with aiohttp.ClientSession(timeout=timeout) as session:
-            with anyio.fail_after(FORMING_TIMEOUT_S):
-                for api in apis:
-                    await formed(session, api)
-            for turn in range(rounds + 1):
-                beginning = words(tokenizer, turn)
-                with first_in_line(first, nodes):
-                    streams = [
-                        await ask(session, apis[number % 2], f"{beginning} {question}", 8)
-                        for number, question in enumerate(QUESTIONS)
-                    ]
-                found.append([(stream.pieces[0] - stream.asked) * 1000 for stream in streams])
-                print(f"round {turn}: {[round(ms) for ms in found[-1]]} ms", file=sys.stderr, flush=True)
+    async with ring_of(ir, node_cores) as (ring, session, _):
+        for turn in range(rounds + 1):
+            beginning = words(tokenizer, turn)
+            with first_in_line(first, ring.processes):
+                streams = [
+                    await ask(session, ring.apis[number % 2], f"{beginning} {question}", 8)
+                    for number, question in enumerate(QUESTIONS)
+                ]
+            found.append([(stream.pieces[0] - stream.asked) * 1000 for stream in streams])
+            print(f"round {turn}: {[round(ms) for ms in found[-1]]} ms", file=sys.stderr, flush=True)
     return found[1:]
 
 

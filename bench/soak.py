@@ -25,8 +25,8 @@ import anyio
 import psutil
 
 from bench import models
+from bench.nodes import ask, ring_of
 from bench.report import cores, pin, report
-from bench.two_nodes import FORMING_TIMEOUT_S, SILENCE_TIMEOUT_S, ask, formed, two_nodes
 from tests.prompts import PROMPTS
 
 SAMPLE_S = 10.0
@@ -49,26 +49,22 @@ def main() -> None:
 
 async def soak(minutes: float, users: int) -> dict[str, float]:
     """See above; MB and counts."""
-    timeout = aiohttp.ClientTimeout(total=None, sock_read=SILENCE_TIMEOUT_S)
     counts: Counter[str] = Counter()
-    with two_nodes(models.smollm2(), (cores()[0], cores()[-1])) as (apis, processes, _):
-        async with aiohttp.ClientSession(timeout=timeout) as session:
-            with anyio.fail_after(FORMING_TIMEOUT_S):
-                for api in apis:
-                    await formed(session, api)
-            probe = next(iter(PROMPTS.values()))
-            before = [(await ask(session, api, probe, 48)).text for api in apis]
-            memory: list[list[float]] = []
-            with anyio.move_on_after(minutes * 60):
-                async with anyio.create_task_group() as group:
-                    for number in range(users):
-                        group.start_soon(_user, session, apis[number % len(apis)], random.Random(number), counts)
-                    while True:
-                        await anyio.sleep(SAMPLE_S)
-                        memory.append([psutil.Process(one).memory_info().rss / 2**20 for one in processes])
-                        print(f"{dict(counts)}, {[round(mb) for mb in memory[-1]]} MB", file=sys.stderr, flush=True)
-            left = await _until_idle(session, apis)
-            after = [(await ask(session, api, probe, 48)).text for api in apis]
+    async with ring_of(models.smollm2(), (cores()[0], cores()[-1])) as (ring, session, _):
+        probe = next(iter(PROMPTS.values()))
+        before = [(await ask(session, api, probe, 48)).text for api in ring.apis]
+        memory: list[list[float]] = []
+        with anyio.move_on_after(minutes * 60):
+            async with anyio.create_task_group() as group:
+                for number in range(users):
+                    api = ring.apis[number % len(ring.apis)]
+                    group.start_soon(_user, session, api, random.Random(number), counts)
+                while True:
+                    await anyio.sleep(SAMPLE_S)
+                    memory.append([psutil.Process(one).memory_info().rss / 2**20 for one in ring.processes])
+                    print(f"{dict(counts)}, {[round(mb) for mb in memory[-1]]} MB", file=sys.stderr, flush=True)
+        left = await _until_idle(session, ring.apis)
+        after = [(await ask(session, api, probe, 48)).text for api in ring.apis]
     first, last = _ends([sum(sample) for sample in memory])
     return {
         "minutes": minutes,
