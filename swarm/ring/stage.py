@@ -14,6 +14,7 @@ from anyio.abc import TaskGroup
 from swarm.engine.base import Engine
 from swarm.engine.paged import PagedEngine
 from swarm.engine.pages import use_huge_pages
+from swarm.model.exporting import forget_parts
 from swarm.model.inventory import make_room, pin
 from swarm.model.manifest import BlobRef, Manifest
 from swarm.model.shard import load_shard
@@ -129,6 +130,7 @@ class StageHost:
         manifest = Manifest.decode(data)
         await self.fetch([manifest.graph, manifest.tokenizer], sources, manifest.name)
         await anyio.to_thread.run_sync(self._store.mark_manifest, model, manifest.name, manifest.source)
+        await anyio.to_thread.run_sync(forget_parts, self._store, manifest, model)
         return manifest
 
     async def prepare(self, plan: Plan, manifest: Manifest, sources: Sequence[BlobSource]) -> None:
@@ -149,7 +151,7 @@ class StageHost:
         engine = await anyio.to_thread.run_sync(self._build, manifest, self._store, stage, plan)
         self._prepared = _Held(engine, plan.model, stage.start, stage.end, plan.kv_tokens)
         self._report(Phase.WARM_UP, what, 0, 0, 0.0)
-        await anyio.to_thread.run_sync(_warm_up, engine, manifest, stage)
+        await anyio.to_thread.run_sync(_warm_up, engine)
 
     def _pin(self, model: BlobId, manifest: Manifest, stage: Stage) -> None:
         """What this node works with from now on must not leave the store."""
@@ -216,11 +218,11 @@ class StageHost:
         await self._close(prepared)
 
 
-def _warm_up(engine: Engine, manifest: Manifest, stage: Stage) -> None:
+def _warm_up(engine: Engine) -> None:
     """A prefill and a decode step: kernels are made, weights are packed, memory is touched before the first prompt."""
     session = SessionId("00000000-0-00000000")
     for kind, start, rows in ((RowKind.PREFILL, 0, WARM_UP_ROWS), (RowKind.DECODE, WARM_UP_ROWS, 1)):
-        hidden = None if stage.start == 0 else np.zeros((rows, manifest.hidden_size), np.float32)
+        hidden = np.zeros((rows, engine.hidden_size), np.float32) if engine.hidden_size else None
         tokens = tuple(range(rows))
         engine.run([Segment(session, NodeId("0" * 32), NO_EPOCH, 0, start, kind, tokens, 1, GREEDY, hidden)])
     engine.close_session(session)
