@@ -32,6 +32,10 @@ class Engine(Protocol):
     """
 
     @property
+    def hidden_size(self) -> int:
+        """Numbers of a hidden row that comes in; 0 at the first stage. Caches that later layers read widen it."""
+
+    @property
     def max_rows(self) -> int:
         """Rows that one batch may hold in all."""
 

@@ -61,7 +61,7 @@ class PagedEngine:
         model = shard.model
         self._last = model.outputs[0].get_any_name() == LOGITS_OUTPUT
         self._first = any(TOKENS_INPUT in port.get_names() for port in model.inputs)
-        self._hidden_size = 0 if self._first else _hidden_size(model)
+        self.hidden_size = 0 if self._first else _hidden_size(model)
         properties = dict(settings.properties)
         if cache is not None and settings.keeps_compiled:
             properties["CACHE_DIR"] = str(cache)
@@ -72,7 +72,7 @@ class PagedEngine:
         try:
             paged_attention_transformation(model)
             if not self._first:
-                _restore_hidden_size(model, self._hidden_size)
+                _restore_hidden_size(model, self.hidden_size)
             if self._last:
                 gather_head_rows(model, axis=0)
             model.validate_nodes_and_infer_types()
@@ -93,7 +93,7 @@ class PagedEngine:
         return self._pool.free_blocks * self._pool.size
 
     def check(self, segment: Segment) -> None:
-        check_rows(segment, self._vocabulary, self._hidden_size)
+        check_rows(segment, self._vocabulary, self.hidden_size)
         if len(segment.tokens) > MAX_ROWS:
             raise CapacityError(
                 "a segment too large", expected=f"at most {MAX_ROWS} rows", found=str(len(segment.tokens))
@@ -148,7 +148,7 @@ class PagedEngine:
         if self._first:
             self._set(TOKENS_INPUT, np.array(rows.tokens, np.int64))
         else:
-            hidden = np.empty((rows.count, self._hidden_size), np.float32)
+            hidden = np.empty((rows.count, self.hidden_size), np.float32)
             for segment, (first, count) in zip(batch, rows.spans, strict=True):
                 hidden[first : first + count] = segment.hidden
             hidden[sum(count for _, count in rows.spans) :] = 0.0

@@ -91,7 +91,7 @@ class StatefulEngine:
         self._last = shard.model.outputs[0].get_any_name() == LOGITS_OUTPUT
         self._output_size = 0 if self._last else shard.model.outputs[0].get_partial_shape()[2].get_length()
         self._first = any(TOKENS_INPUT in port.get_names() for port in shard.model.inputs)
-        self._hidden_size = 0 if self._first else _hidden_size(shard.model)
+        self.hidden_size = 0 if self._first else _hidden_size(shard.model)
         self._properties = dict(self._settings.properties)
         if cache is not None and self._settings.keeps_compiled:
             self._properties["CACHE_DIR"] = str(cache)
@@ -124,7 +124,7 @@ class StatefulEngine:
         return self._kv_tokens - sum(session.layout.held for session in self._sessions.values())
 
     def check(self, segment: Segment) -> None:
-        check_rows(segment, self._vocabulary, self._hidden_size)
+        check_rows(segment, self._vocabulary, self.hidden_size)
         if len(segment.tokens) > MAX_SEGMENT_ROWS:
             raise CapacityError(
                 "a segment too large", expected=f"at most {MAX_SEGMENT_ROWS} rows", found=str(len(segment.tokens))
@@ -282,7 +282,7 @@ class StatefulEngine:
             values[TOKENS_INPUT] = np.zeros((1, fed), np.int64)
             values[TOKENS_INPUT][0, :count] = segment.tokens[rows.start : rows.stop]
         else:
-            values[HIDDEN_INPUT] = np.zeros((1, fed, self._hidden_size), np.float32)
+            values[HIDDEN_INPUT] = np.zeros((1, fed, self.hidden_size), np.float32)
             values[HIDDEN_INPUT][0, :count] = segment.hidden[rows.start : rows.stop]
         if self._last:
             values[HEAD_ROWS_INPUT] = head_rows([row - rows.start for row in wanted])

@@ -57,6 +57,10 @@ class TimedEngine:
         self._pool = BlockPool(-(-kv_tokens // 32), 32)
 
     @property
+    def hidden_size(self) -> int:
+        return 0 if self._first else HIDDEN_SIZE
+
+    @property
     def max_rows(self) -> int:
         return 1024
 
@@ -65,7 +69,7 @@ class TimedEngine:
         return self._pool.free_blocks * self._pool.size
 
     def check(self, segment: Segment) -> None:
-        check_rows(segment, self._vocabulary, 0 if self._first else HIDDEN_SIZE)
+        check_rows(segment, self._vocabulary, self.hidden_size)
         self._pool.check(segment.session, segment.start, len(segment.tokens))
         end = segment.start + len(segment.tokens)
         if end > self._pool.blocks * self._pool.size:

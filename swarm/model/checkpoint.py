@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,11 +16,13 @@ from typing import Any
 
 import numpy as np
 
+from swarm.model.manifest import EMBEDDING
 from swarm.protocol.errors import ModelError, UsageError
 from swarm.protocol.tensors import Array
 
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
 _MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
 
@@ -40,7 +43,7 @@ class Checkpoint:
     """The tensors of a checkpoint; made by `open_checkpoint`."""
 
     directory: Path
-    _files: Mapping[str, str] | None
+    files: Mapping[str, str] | None
     """From a tensor's name to its file; None where there is only one."""
     _places: dict[Path, dict[str, _Place]] = field(default_factory=dict)
 
@@ -64,7 +67,7 @@ class Checkpoint:
         return values.astype(np.float32, copy=False).reshape(end - first, *place.shape[1:])
 
     def _find(self, name: str) -> _Place:
-        file = self.directory / (_SINGLE if self._files is None else self._files.get(name, ""))
+        file = self.directory / (SINGLE if self.files is None else self.files.get(name, ""))
         if not file.is_file():
             raise ModelError(
                 "a checkpoint without a tensor that the layers need",
@@ -84,29 +87,60 @@ class Checkpoint:
 
 def open_checkpoint(directory: Path) -> Checkpoint:
     """Reads the index, no tensor. Raises `UsageError` where `directory` holds no checkpoint in safetensors."""
-    if (directory / _INDEX).is_file():
+    if (directory / INDEX).is_file():
         try:
-            files = dict(json.loads((directory / _INDEX).read_text(encoding="utf-8"))["weight_map"])
+            files = dict(json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"])
         except (ValueError, KeyError, TypeError) as error:
-            raise _damaged(directory / _INDEX, f"{type(error).__name__}: {error}"[:200]) from None
+            raise _damaged(directory / INDEX, f"{type(error).__name__}: {error}"[:200]) from None
         # A file's name comes from the checkpoint: it must not lead out of the directory.
         if not all(isinstance(name, str) and Path(name).name == name for name in files.values()):
-            raise _damaged(directory / _INDEX, "a file outside the directory")
+            raise _damaged(directory / INDEX, "a file outside the directory")
         return Checkpoint(directory, files)
-    if (directory / _SINGLE).is_file():
+    if (directory / SINGLE).is_file():
         return Checkpoint(directory, None)
     raise UsageError(
         f"{directory} holds no checkpoint",
-        expected=f"{_SINGLE}, or {_INDEX} with its files",
+        expected=f"{SINGLE}, or {INDEX} with its files",
         action="Give a directory with config.json and safetensors.",
     )
 
 
+def is_weights(file: str) -> bool:
+    return file.endswith(".safetensors")
+
+
+def part_of(tensor: str, layers: int) -> int:
+    """Which part of a model of so many layers a tensor belongs to; see `manifest.EMBEDDING`."""
+    match = _LAYER.search(tensor)
+    if match is not None:
+        return int(match.group(1))
+    return EMBEDDING if "embed_tokens" in tensor else layers
+
+
+def in_range(tensor: str, start: int, end: int, layers: int) -> bool:
+    """Whether a tensor is exported with the layers ``[start, end)``; see `Manifest.part`."""
+    return start <= max(0, min(part_of(tensor, layers), layers - 1)) < end
+
+
+def files_of(directory: Path, start: int, end: int, layers: int) -> frozenset[str] | None:
+    """The files with the tensors of a range, told by the index; None where there is none: a single file has all."""
+    if not (directory / INDEX).is_file():
+        return None
+    files = open_checkpoint(directory).files or {}
+    return frozenset(file for tensor, file in files.items() if in_range(tensor, start, end, layers))
+
+
+def header_bytes(file: Path, beginning: bytes) -> int:
+    """The size of a file's header, of its first 8 bytes. Raises `ModelError`."""
+    size = int.from_bytes(beginning, "little")
+    if size > _MAX_HEADER_BYTES:
+        raise _damaged(file, f"a header of {size} bytes")
+    return size
+
+
 def _read_header(file: Path) -> dict[str, _Place]:
     with file.open("rb") as opened:
-        size = int.from_bytes(opened.read(8), "little")
-        if size > _MAX_HEADER_BYTES:
-            raise _damaged(file, f"a header of {size} bytes")
+        size = header_bytes(file, opened.read(8))
         data = opened.read(size)
     try:
         header: dict[str, Any] = json.loads(data)

@@ -3,8 +3,8 @@
 The graph comes from the configuration (see `skeleton`), the blobs of the layers ``[start, end)`` from the tensors of
 those layers, one band of a matrix at a time: memory does not grow with the model, nor with the range. Nothing but the
 layer itself goes into its blob, so nodes that export different ranges make the blobs that one node would make of
-the whole. `RESULT` is a manifest in which the parts that were not exported are `ABSENT`; `publish_parts`
-makes one manifest of several.
+the whole. `RESULT` is a manifest in which the blobs that were not exported have their sizes but no ids; no layers at
+all, ``0:0``, make the *outline* of a model, for which the tensors need not be here. `join` makes one of several.
 
 Run as a process of its own, which gives the memory of torch back. Needs the extra `export`.
 """
@@ -20,7 +20,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -32,12 +32,15 @@ from swarm.model.compress import BAND_NUMBERS, Format, Kind, Stored, compress, k
 from swarm.model.convert import REFUSED
 from swarm.model.files import TOKENIZER_FILES, TOKENIZER_IRS
 from swarm.model.layers import Graph, map_layers
-from swarm.model.manifest import ABSENT, BlobRef, Manifest, TensorRef
+from swarm.model.manifest import ABSENT, EMBEDDING, BlobRef, Manifest, TensorRef
 from swarm.model.publish import ALIGNMENT, context_tokens, kv_bytes_per_token, write_graph
-from swarm.model.skeleton import EMBEDDING, Weight, trace
+from swarm.model.skeleton import Weight, trace
 from swarm.model.store import Store
 from swarm.model.tokenizer import pack
 from swarm.protocol.errors import ModelError, SwarmError, UsageError
+
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "NNCF_CI": "1", "CI": "true"}
+"""All of it is on this disk, and nobody else's business: with CI set, these packages send no figures home."""
 
 _COUNTED = re.compile(r"[A-Za-z0-9]+_\d+")
 
@@ -58,31 +61,32 @@ def export(
 ) -> Manifest:
     """Put layers ``[start, end)`` into the store, to the last layer where `end` is None.
 
-    The embedding comes with layer 0, and with the last one where the head is tied to it; the head comes with the last
-    layer. Blocking. Raises `UsageError`, `ModelError` and `StoreError`.
+    The embedding comes with layer 0, the head with the last one. Blocking. Raises `UsageError`, `ModelError` and
+    `StoreError`.
     """
-    tensors = open_checkpoint(checkpoint)
     skeleton = trace(checkpoint)
     gc.collect()  # what the tracer leaves behind
     layers = skeleton.layers
     end = layers if end is None else end
-    if not 0 <= start < end <= layers:
+    if not (0 <= start < end <= layers or start == end == 0):
         raise UsageError("no such layers", expected=f"a range within 0:{layers}", found=f"{start}:{end}")
-    entries = _replace_weights(skeleton.model, skeleton.weights, format_, layers)
-    tied = not any(entry.weight.part == layers and len(entry.weight.shape) == 2 for entry in entries)
-    wanted = {*range(start, end), *((EMBEDDING,) if start == 0 or (tied and end == layers) else ())}
-    if end == layers:
-        wanted.add(layers)
-    blobs = {}
-    for part in sorted(wanted):
-        blobs[part] = _write_part(store, tensors, [entry for entry in entries if entry.weight.part == part])
-    _name_by_place(skeleton.model)
-    graph = Graph.of(skeleton.model)
-    layer_map = map_layers(graph)
+    # Before any blob: the converter's names count the nodes that this process has made, and those depend on the range.
     with tempfile.TemporaryDirectory() as folder:
         _write_tokenizer(checkpoint, Path(folder), skeleton.settings)
         tokenizer = pack(Path(folder))
         context = context_tokens(Path(folder))
+    entries = _replace_weights(skeleton.model, skeleton.weights, format_, layers)
+    tied = not any(entry.weight.part == layers and len(entry.weight.shape) == 2 for entry in entries)
+    tensors = open_checkpoint(checkpoint) if end else None
+    blobs = {}
+    for part in range(EMBEDDING, layers + 1):
+        own = [entry for entry in entries if entry.weight.part == part]
+        blobs[part] = _lay_out(own)
+        if tensors is not None and start <= max(0, min(part, layers - 1)) < end:
+            blobs[part] = _write_part(store, tensors, own, blobs[part])
+    _name_by_place(skeleton.model)
+    graph = Graph.of(skeleton.model)
+    layer_map = map_layers(graph)
     return Manifest(
         name=name,
         source=source,
@@ -92,9 +96,9 @@ def export(
         kv_bytes_per_token=kv_bytes_per_token(graph, layer_map),
         graph=write_graph(store, skeleton.model),
         tokenizer=BlobRef(store.put_bytes(tokenizer), len(tokenizer)),
-        embedding=blobs.get(EMBEDDING, ABSENT),
-        layers=tuple(blobs.get(layer, ABSENT) for layer in range(layers)),
-        head=blobs.get(layers, ABSENT),
+        embedding=blobs[EMBEDDING],
+        layers=tuple(blobs[layer] for layer in range(layers)),
+        head=blobs[layers],
         tied=tied,
     )
 
@@ -124,7 +128,9 @@ def _replace_weights(model: ov.Model, weights: Sequence[Weight], format_: Format
 
 
 def _name_by_place(model: ov.Model) -> None:
-    """OpenVINO counts the nodes of a process in their names: count those of the graph, so that its blob is the same."""
+    """OpenVINO counts the nodes and models of a process in their names: count those of the graph, so that its blob is
+    the same everywhere."""
+    model.set_friendly_name("exported")
     for place, node in enumerate(model.get_ordered_ops()):
         if _COUNTED.fullmatch(node.get_friendly_name()):
             node.set_friendly_name(f"{node.get_type_name()}_{place}")
@@ -136,19 +142,28 @@ def _stand_in(array: Stored, name: str) -> ov.Node:
     return parameter
 
 
-def _write_part(store: Store, checkpoint: Checkpoint, entries: Sequence[_Entry]) -> BlobRef:
-    """The blob of an embedding, a layer or a head; a tied head without weights of its own is one byte."""
+def _lay_out(entries: Sequence[_Entry]) -> BlobRef:
+    """The blob of an embedding, a layer or a head before it is made; a tied head without weights is one byte."""
     tensors: list[TensorRef] = []
-    offset = 0
+    end = 0
+    for entry in entries:
+        for array, name in zip(entry.arrays, entry.names, strict=True):
+            offset = end + -end % ALIGNMENT
+            tensors.append(TensorRef(name, array.type, array.shape, offset, array.bytes))
+            end = offset + array.bytes
+    return BlobRef(ABSENT, max(1, end), tuple(tensors))
+
+
+def _write_part(store: Store, checkpoint: Checkpoint, entries: Sequence[_Entry], planned: BlobRef) -> BlobRef:
+    places = iter(planned.tensors)
+    end = 0
     with store.writer() as writer:
         for entry in entries:
             # Scales come behind the values they belong to: they wait, the values are written as they are made.
             waiting: list[list[memoryview]] = [[] for _ in entry.arrays]
-            for array, name, pieces in zip(entry.arrays, entry.names, waiting, strict=True):
-                padding = -offset % ALIGNMENT
-                writer.write(bytes(padding))
-                offset += padding
-                tensors.append(TensorRef(name, array.type, array.shape, offset, array.bytes))
+            for array, pieces in zip(entry.arrays, waiting, strict=True):
+                place = next(places)
+                writer.write(bytes(place.offset - end))
                 if array is entry.arrays[0]:
                     for band in _bands(checkpoint, entry):
                         writer.write(band[0])
@@ -156,12 +171,9 @@ def _write_part(store: Store, checkpoint: Checkpoint, entries: Sequence[_Entry])
                             later.append(piece)
                 for piece in pieces:
                     writer.write(piece)
-                offset += array.bytes
-        if not entries:
-            writer.write(b"\0")
-            offset = 1
-        identity = writer.commit()
-    return BlobRef(identity, offset, tuple(tensors))
+                end = place.offset + place.bytes
+        writer.write(bytes(planned.bytes - end))
+        return replace(planned, id=writer.commit())
 
 
 def _bands(checkpoint: Checkpoint, entry: _Entry) -> Iterator[list[memoryview]]:
@@ -206,13 +218,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("checkpoint", type=Path, help="directory with config.json and safetensors")
     parser.add_argument("store", type=Path, help="root of the layer store")
     parser.add_argument("result", type=Path, help="file for the manifest")
-    parser.add_argument("--layers", default="0:", metavar="START:END", help="all without END (default: 0:)")
+    parser.add_argument("--layers", default="0:", metavar="START:END", help="default: 0:, all; 0:0: the outline")
     parser.add_argument("--format", choices=[value.value for value in Format], default=Format.INT4.value)
     parser.add_argument("--name", default="", help="of the model (default: the directory's)")
     parser.add_argument("--source", default="", help="what the manifest names as its source")
     options = parser.parse_args(arguments)
-    # All of it is on this disk, and nobody else's business: with CI set, these packages send no figures home.
-    os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "NNCF_CI": "1", "CI": "true"}
+    os.environ |= OFFLINE
     try:
         start, end = _read_range(options.layers)
         store = Store(options.store)

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from swarm.model.checkpoint import files_of, is_weights
 from swarm.model.routes import HubName, Route
 from swarm.model.scratch import is_abandoned, owned_name
 from swarm.model.watched import module_command, package_path, run_watched
@@ -78,7 +79,7 @@ def look(name: HubName, poll: Callable[[], None] = lambda: None) -> Found:
 def fetch(
     found: Found, place: Path, progress: Callable[[int, int], None], check: Callable[[Path], object] = lambda _: None
 ) -> Path:
-    """A directory with the files of `found`: in the hub's own cache, or under `place`.
+    """A directory with the files of `found`: in the hub's own cache, or under `place`. Of a checkpoint without weights.
 
     `progress(done, total)` counts bytes. `check` sees the directory once all but the last file are there, and raises to
     save the fetch of that one. Raises `ModelError` where a file cannot be fetched, `StoreError` where the disk is full.
@@ -87,14 +88,34 @@ def fetch(
         check(found.directory)
         return found.directory
     directory = _claim(place, found)
-    total, last = found.total_bytes, found.files[-1]
-    small = total - last.bytes
-    if len(found.files) > 1:
-        _fetch_files(found, directory, found.files[:-1], lambda count: progress(min(count, small), total))
+    *others, last = [file for file in found.files if not is_weights(file.name)]
+    small = sum(file.bytes for file in others)
+    total = small + last.bytes
+    if others:
+        _fetch_files(found, directory, others, lambda count: progress(min(count, small), total))
         check(directory)
     _fetch_files(found, directory, (last,), lambda count: progress(min(small + count, total), total))
     progress(total, total)
     return directory
+
+
+def fetch_parts(
+    found: Found, small: Path, directory: Path, span: tuple[int, int, int], progress: Callable[[int, int], None]
+) -> None:
+    """Of a checkpoint the tensors of some layers into `directory`, as one file; see `hub_client.fetch_parts`.
+
+    The directory `small` holds the other files, as from `fetch`. `span` is (start, end, layers of the model);
+    `progress(done, total)` counts bytes, `total` 0. Raises `ModelError` and `StoreError` as `fetch` does.
+    """
+    needed = files_of(small, *span)
+    weights = [file for file in found.files if is_weights(file.name) and (needed is None or file.name in needed)]
+    request = {"action": "fetch_parts", "repo": found.name.repo, "commit": found.commit}
+    files = [asdict(file) for file in weights]
+    _ask(
+        {**request, "directory": str(directory.absolute()), "files": files, "span": span},
+        FETCH_TIMEOUT_S,
+        lambda count: progress(count, 0),
+    )
 
 
 def _fetch_files(found: Found, directory: Path, files: Sequence[RemoteFile], poll: Callable[[int], None]) -> None:

@@ -27,6 +27,7 @@ from huggingface_hub.errors import (
 )
 
 from swarm.model import gguf
+from swarm.model.checkpoint import SINGLE, header_bytes, in_range
 from swarm.model.disk import bytes_under
 from swarm.model.hub import ANSWER, PROGRESS, REQUEST, RemoteFile
 from swarm.model.routes import Choice, HubName, check_checkpoint, choose
@@ -182,26 +183,11 @@ def _download(repo: str, commit: str, file: RemoteFile, place: Path) -> Iterator
         while chunk := target.read(_CHUNK_BYTES):
             digest.update(chunk)
             have += len(chunk)
-        failures = 0
-        while have < file.bytes:
-            before = have
-            try:
-                for chunk, start in _stream(repo, commit, file.name, have):
-                    if start != have:  # the server does not know ranges
-                        target.truncate(0)
-                        digest, have = hashlib.sha256(), start
-                    target.write(chunk)
-                    digest.update(chunk)
-                    have += len(chunk)
-                    yield min(have, file.bytes)
-                if have == before:
-                    break
-            except HTTPError as error:
-                status = error.response.status_code if isinstance(error, HfHubHTTPError) else _BUSY[0]
-                failures = failures + 1 if have == before else 1
-                if status not in _BUSY or failures == TRIES:
-                    raise
-                time.sleep(2 ** (failures - 1))
+        for chunk in _read(repo, commit, file.name, have, file.bytes, to_the_end=True):
+            target.write(chunk)
+            digest.update(chunk)
+            have += len(chunk)
+            yield have
     if have != file.bytes or (file.sha256 and digest.hexdigest() != file.sha256):
         part.unlink()
         raise ModelError(
@@ -211,6 +197,29 @@ def _download(repo: str, commit: str, file: RemoteFile, place: Path) -> Iterator
             action="It was removed; try again.",
         )
     part.replace(place)
+
+
+def _read(repo: str, commit: str, name: str, start: int, end: int, *, to_the_end: bool = False) -> Iterator[bytes]:
+    """The bytes [start, end) of a file, or fewer where it is shorter; gone on with where a connection breaks.
+
+    `to_the_end`: `end` is that of the file.
+    """
+    failures = 0
+    while start < end:
+        before = start
+        try:
+            for chunk, position in _stream(repo, commit, name, start, None if to_the_end else end):
+                wanted = chunk[max(0, start - position) : max(0, end - position)]
+                start += len(wanted)
+                yield wanted
+            if start == before:
+                return
+        except HTTPError as error:
+            status = error.response.status_code if isinstance(error, HfHubHTTPError) else _BUSY[0]
+            failures = failures + 1 if start == before else 1
+            if status not in _BUSY or failures == TRIES:
+                raise
+            time.sleep(2 ** (failures - 1))
 
 
 def _stream(repo: str, commit: str, name: str, start: int, end: int | None = None) -> Iterator[tuple[bytes, int]]:
@@ -231,12 +240,7 @@ def _stream(repo: str, commit: str, name: str, start: int, end: int | None = Non
 
 def _read_range(repo: str, commit: str, name: str, start: int, end: int) -> bytes:
     """At most the bytes [start, end) of a file."""
-    data = bytearray()
-    for chunk, position in _stream(repo, commit, name, start, end):
-        data += chunk[max(0, start - position) :]
-        if len(data) >= end - start:
-            break
-    return bytes(data[: end - start])
+    return b"".join(_read(repo, commit, name, start, end))
 
 
 class _Ranged(io.RawIOBase):
@@ -269,6 +273,68 @@ class _Ranged(io.RawIOBase):
         buffer[: len(data)] = data
         self._position += len(data)
         return len(data)
+
+
+# --- some tensors of a checkpoint -------------------------------------------------------------------------------------
+
+
+def fetch_parts(
+    repo: str, commit: str, directory: Path, files: Sequence[RemoteFile], span: tuple[int, int, int], progress: Path
+) -> dict[str, Any]:
+    """The tensors of the layers ``[start, end)`` of a checkpoint, and nothing else, as the only file of `directory`.
+
+    `span` is (start, end, layers of the model), `files` those with weights. The hub's SHA-256 is that of a whole
+    file: here what comes is compared with the sizes that the files' headers tell.
+    """
+    header: dict[str, Any] = {}
+    spans: list[tuple[str, int, int]] = []
+    total = 0
+    for file in files:
+        for name, entry, first, last in _tensors(repo, commit, file, span):
+            header[name] = {**entry, "data_offsets": [total, total + last - first]}
+            total += last - first
+            if spans and spans[-1][0] == file.name and spans[-1][2] == first:
+                first = spans.pop()[1]  # neighbours come in one request
+            spans.append((file.name, first, last))
+    free = shutil.disk_usage(directory).free
+    if free < total:
+        found = f"{free} bytes free at {directory}"
+        raise StoreError("the disk is too full for these layers", expected=f"{total} bytes", found=found)
+    packed = json.dumps(header).encode()
+    with (directory / SINGLE).open("wb") as target, progress.open("wb", buffering=0) as counter:
+        target.write(len(packed).to_bytes(8, "little") + packed)
+        done = 0
+        for place, first, last in spans:
+            expected = done + last - first
+            for chunk in _read(repo, commit, place, first, last):
+                target.write(chunk)
+                done += len(chunk)
+                counter.seek(0)
+                counter.write(b"%020d" % done)
+            if done != expected:
+                found = f"{expected - done} fewer"
+                raise ModelError(f"{repo}/{place} is cut short", expected=f"{last - first} bytes", found=found)
+    return {}
+
+
+def _tensors(
+    repo: str, commit: str, file: RemoteFile, span: tuple[int, int, int]
+) -> list[tuple[str, dict[str, Any], int, int]]:
+    """(name, entry of the header, first byte, one behind the last) of a file's tensors in `span`, in their order."""
+    size = header_bytes(Path(file.name), _read_range(repo, commit, file.name, 0, 8))
+    try:
+        header = json.loads(_read_range(repo, commit, file.name, 8, 8 + size))
+        found = [
+            (name, dict(entry), *(8 + size + int(offset) for offset in entry["data_offsets"]))
+            for name, entry in header.items()
+            if name != "__metadata__" and in_range(name, *span)
+        ]
+        places = [(name, entry, first, last) for name, entry, first, last in found]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{repo}/{file.name} is damaged", found=f"{type(error).__name__}: {error}"[:200]) from None
+    if any(not 0 <= first <= last <= file.bytes for _, _, first, last in places):
+        raise ModelError(f"{repo}/{file.name} is damaged", expected=f"tensors within its {file.bytes} bytes")
+    return sorted(places, key=lambda place: place[2])
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
@@ -326,6 +392,9 @@ def answer_to(request: dict[str, Any], progress: Path) -> dict[str, Any]:
     files = [RemoteFile(**file) for file in request["files"]]
     repo = request["repo"]
     try:
+        if request["action"] == "fetch_parts":
+            span = tuple(request["span"])
+            return fetch_parts(repo, request["commit"], Path(request["directory"]), files, span, progress)
         return fetch(repo, request["commit"], Path(request["directory"]), files, progress)
     except HTTPError as error:
         raise _explain(error, HubName(repo)) from error

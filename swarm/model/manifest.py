@@ -8,7 +8,7 @@ manifest names them all; its own hash is the model's id.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -40,8 +40,11 @@ class BlobRef:
     tensors: tuple[TensorRef, ...] = ()
 
 
-ABSENT = BlobRef(BlobId("0" * 64), 1)
-"""In the place of a blob that another node makes; see `join`."""
+ABSENT = BlobId("0" * 64)
+"""In the place of a blob's id that is not known yet, for nobody has made it: size and tensors are known before."""
+
+EMBEDDING = -1
+"""The number of the embedding's part; layers have their own, the head has the number of layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,33 @@ class Manifest:
 
     def blobs(self) -> Iterator[BlobRef]:
         yield from (self.graph, self.tokenizer, self.embedding, *self.layers, self.head)
+
+    @property
+    def is_whole(self) -> bool:
+        """Every blob is known. One that is not is a *part*, or with none of its weights an *outline*."""
+        return all(blob.id != ABSENT for blob in self.blobs())
+
+    def part(self, start: int, end: int) -> list[BlobRef]:
+        """What is exported as the layers ``[start, end)``: the embedding with the first, the head with the last."""
+        first = [self.embedding] if start == 0 else []
+        return [*first, *self.layers[start:end], *([self.head] if end == len(self.layers) else [])]
+
+    def unknown(self, start: int, end: int) -> list[tuple[int, int]]:
+        """The runs of layers in ``[start, end)`` whose `part` holds a blob that is not known, ascending."""
+        runs: list[tuple[int, int]] = []
+        for layer in range(start, end):
+            if any(blob.id == ABSENT for blob in self.part(layer, layer + 1)):
+                begin = runs.pop()[0] if runs and runs[-1][1] == layer else layer
+                runs.append((begin, layer + 1))
+        return runs
+
+    def without(self, gone: Collection[BlobId]) -> Manifest:
+        """The same with these weights not known."""
+        return self._map(lambda blob: replace(blob, id=ABSENT) if blob.id in gone else blob)
+
+    def _map(self, change: Callable[[BlobRef], BlobRef]) -> Manifest:
+        layers = tuple(change(layer) for layer in self.layers)
+        return replace(self, embedding=change(self.embedding), layers=layers, head=change(self.head))
 
     @property
     def total_bytes(self) -> int:
@@ -127,28 +157,10 @@ class Manifest:
 
 
 def join(manifests: Sequence[Manifest]) -> Manifest:
-    """One manifest of several, of the same model, that each have some of its blobs and `ABSENT` for the others.
-
-    Raises `ModelError` where they do not fit each other, or a blob is in none of them.
-    """
-    joined = manifests[0]
-    for other in manifests[1:]:
-        bare = [replace(one, embedding=ABSENT, head=ABSENT, layers=()) for one in (joined, other)]
-        if bare[0] != bare[1] or len(joined.layers) != len(other.layers):
-            differing = [name for name, value in asdict(bare[0]).items() if value != asdict(bare[1])[name]]
-            raise ModelError(
-                "the parts of a model do not fit each other",
-                expected="the same model, exported by the same versions",
-                found=f"another {', '.join(differing) or 'number of layers'}",
-            )
-        joined = replace(
-            joined,
-            embedding=_join_blob(joined.embedding, other.embedding),
-            layers=tuple(_join_blob(a, b) for a, b in zip(joined.layers, other.layers, strict=True)),
-            head=_join_blob(joined.head, other.head),
-        )
-    missing = [i for i, blob in enumerate(joined.layers) if blob == ABSENT]
-    if missing or ABSENT in (joined.embedding, joined.head):
+    """The whole of several parts. Raises `ModelError` where they do not fit each other, or a blob is in none."""
+    joined = merge(manifests)
+    if not joined.is_whole:
+        missing = [i for i, blob in enumerate(joined.layers) if blob.id == ABSENT]
         raise ModelError(
             "parts of a model are missing",
             expected=f"all of {len(joined.layers)} layers, embedding and head",
@@ -157,12 +169,37 @@ def join(manifests: Sequence[Manifest]) -> Manifest:
     return joined
 
 
-def _join_blob(one: BlobRef, other: BlobRef) -> BlobRef:
-    if ABSENT in (one, other):
-        return other if one == ABSENT else one
-    if one != other:
+def merge(manifests: Sequence[Manifest]) -> Manifest:
+    """What several parts of the same model know together. Raises `ModelError` where they do not fit each other."""
+    merged = manifests[0]
+    for other in manifests[1:]:
+        bare = [replace(one, embedding=_NOTHING, head=_NOTHING, layers=()) for one in (merged, other)]
+        if bare[0] != bare[1] or len(merged.layers) != len(other.layers):
+            differing = [name for name, value in asdict(bare[0]).items() if value != asdict(bare[1])[name]]
+            raise ModelError(
+                "the parts of a model do not fit each other",
+                expected="the same model, exported by the same versions",
+                found=f"another {', '.join(differing) or 'number of layers'}",
+            )
+        merged = replace(
+            merged,
+            embedding=_merge_blob(merged.embedding, other.embedding),
+            layers=tuple(_merge_blob(a, b) for a, b in zip(merged.layers, other.layers, strict=True)),
+            head=_merge_blob(merged.head, other.head),
+        )
+    return merged
+
+
+_NOTHING = BlobRef(ABSENT, 1)
+
+
+def _merge_blob(one: BlobRef, other: BlobRef) -> BlobRef:
+    known = other if one.id == ABSENT else one
+    if replace(one, id=known.id) != replace(other, id=known.id):
+        raise ModelError("the parts of a model do not fit each other", found="another form of the same layer")
+    if other.id not in (ABSENT, known.id):
         raise ModelError("two nodes made different blobs of the same layer", expected=one.id, found=other.id)
-    return one
+    return known
 
 
 def blob_id(data: bytes) -> BlobId:

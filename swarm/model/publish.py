@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import cbor2
@@ -18,7 +18,7 @@ from openvino import opset13 as ops
 
 from swarm.model.inventory import make_room
 from swarm.model.layers import Graph, LayerMap, map_layers
-from swarm.model.manifest import BlobRef, Manifest, TensorRef, join
+from swarm.model.manifest import BlobRef, Manifest, TensorRef
 from swarm.model.store import Store
 from swarm.model.tokenizer import pack
 from swarm.protocol.errors import ModelError
@@ -94,17 +94,6 @@ def publish(
     )
     identity = store.put_bytes(manifest.encode())
     store.mark_manifest(identity, name, source)
-    return identity
-
-
-def publish_parts(store: Store, parts: Sequence[Manifest]) -> BlobId:
-    """The id of the one manifest that `parts` make, which goes into the store; see `export`.
-
-    Their blobs may be on the nodes that exported them. Raises `ModelError` where the parts do not fit or are not all.
-    """
-    manifest = join(parts)
-    identity = store.put_bytes(manifest.encode())
-    store.mark_manifest(identity, manifest.name, manifest.source)
     return identity
 
 
@@ -206,7 +195,11 @@ def _main_type(layers: Iterable[BlobRef]) -> str:
 
 
 def kv_bytes_per_token(graph: Graph, layer_map: LayerMap) -> tuple[int, ...]:
-    """See `Manifest`. Raises `ModelError` for a cache without fixed heads and size."""
+    """See `Manifest`. Raises `ModelError` for a cache without fixed heads and size.
+
+    A cache that later layers read counts for each of them: a shard behind a boundary keeps a copy. A shard with several
+    readers has one and is promised more than it takes, never less.
+    """
     sizes = [0] * layer_map.layers
     for i, layer in layer_map.cache_layer.items():
         if graph.types[i] == "ReadValue":
@@ -217,7 +210,10 @@ def kv_bytes_per_token(graph: Graph, layer_map: LayerMap) -> tuple[int, ...]:
                     expected="[batch, heads, length, size] with fixed heads and size",
                     found=str(graph.nodes[i].get_output_partial_shape(0)),
                 )
-            sizes[layer] += axes[0] * axes[1] * KV_BYTES
+            size = axes[0] * axes[1] * KV_BYTES
+            readers = next((range(c.first, c.last + 1) for c in layer_map.shared if c.read == i), range(0))
+            for holder in (layer, *readers):
+                sizes[holder] += size
     return tuple(sizes)
 
 

@@ -11,7 +11,6 @@ Needs the extra `export`.
 from __future__ import annotations
 
 import contextlib
-import re
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,14 +20,13 @@ from typing import Any
 import numpy as np
 import openvino as ov
 
+from swarm.model.checkpoint import part_of
 from swarm.protocol.errors import UnsupportedModelError, UsageError
 from swarm.protocol.tensors import Array
 
 FAMILIES = ("gemma2", "gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3")
 """`model_type` of the configurations that are tried."""
 
-EMBEDDING = -1
-_LAYER = re.compile(r"\.layers\.(\d+)\.")
 _APART = 64
 """Numbers between the addresses of two matrices."""
 
@@ -183,7 +181,7 @@ def _find_weights(
             found=unknown[0],
         )
     weights = [
-        Weight(name, tuple(parameters[name].shape), _part(name, layers), node, plus_one)
+        Weight(name, tuple(parameters[name].shape), part_of(name, layers), node, plus_one)
         for name, node, plus_one in found
     ]
     return tuple(sorted(weights, key=lambda weight: (weight.part, weight.tensor)))
@@ -197,10 +195,3 @@ def _by_beginning(probes: dict[str, Array]) -> dict[tuple[int, float], tuple[str
         for plus_one in (False, True)
     ]
     return {(form.size, float(form[0])): (name, plus_one, form) for name, plus_one, form in forms}
-
-
-def _part(name: str, layers: int) -> int:
-    match = _LAYER.search(name)
-    if match is not None:
-        return int(match.group(1))
-    return EMBEDDING if "embed_tokens" in name else layers

@@ -169,6 +169,10 @@ class Store:
             temporary.write_text(entry, encoding="utf-8")
             temporary.replace(self.root / "manifests" / blob)
 
+    def unmark_manifest(self, blob: BlobId) -> None:
+        """Takes the note back; the blob stays."""
+        (self.root / "manifests" / blob).unlink(missing_ok=True)
+
     def mark_used(self, blob: BlobId) -> None:
         """Notes that the model of a manifest is used now."""
         with contextlib.suppress(OSError):  # it is not marked as one yet

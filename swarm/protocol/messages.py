@@ -138,6 +138,8 @@ class Member:
     """None where the node drafts without a model."""
     engine: str = PAGED
     """What runs its layers, one of `config.ENGINES`."""
+    failures: int = 0
+    """How often this node tried in vain to get the model from outside: those with fewer try first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +246,39 @@ class StageReport:
     """Resident memory of the process."""
     ring_sessions: tuple[int, ...] = ()
     """Of `sessions`, those on each ring of the plan."""
+
+
+# --- a checkpoint from outside --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TakeLayers:
+    """Acquirer to a member: bring layers ``[start, end)`` of a model into your store, and say what you have of it.
+
+    Blobs whose ids the part names come from the members that have them, the others by export from the model's source.
+    No layers at all are only the question.
+    """
+
+    TAG: ClassVar[int] = 40
+    part: BlobId
+    """A manifest that the acquirer hands out, some of whose blobs are not known; see `model.manifest`."""
+    part_bytes: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayersTaken:
+    """Answer to `TakeLayers`."""
+
+    TAG: ClassVar[int] = 41
+    asked: BlobId
+    """Its `part`."""
+    part: BlobId | None
+    """A manifest that the sender hands out, with the ids of what is in its store; None where it could not."""
+    part_bytes: int
+    reason: str
+    """Why not, for people; empty where it could."""
 
 
 # --- inference ------------------------------------------------------------------------------------------------------
@@ -364,6 +399,8 @@ Message: TypeAlias = (
     | Commit
     | Progress
     | StageReport
+    | TakeLayers
+    | LayersTaken
     | Segment
     | Drawn
     | Refused
@@ -387,6 +424,8 @@ MESSAGE_TYPES: tuple[type[Message], ...] = (
     Commit,
     Progress,
     StageReport,
+    TakeLayers,
+    LayersTaken,
     Segment,
     Drawn,
     Refused,

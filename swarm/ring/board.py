@@ -43,6 +43,11 @@ class Board:
         counts = [report.ring_sessions[ring] for report in told if ring < len(report.ring_sessions)]
         return sum(min(max(0, count), MAX_SESSIONS_PER_STAGE) for count in counts)
 
+    def busy_outside(self, names: dict[NodeId, str]) -> str:
+        """The first of the nodes of `names` that is getting a model from outside."""
+        busy = (Phase.DOWNLOAD, Phase.CONVERT)
+        return next((names[node] for node, now in self.progress.items() if node in names and now.phase in busy), "")
+
     def views(self, members: Sequence[Member], round_trips: dict[NodeId, float | None]) -> tuple[MemberView, ...]:
         return tuple(self._view(member, round_trips.get(member.node)) for member in members)
 

@@ -65,8 +65,10 @@ def leader(members: Iterable[Member]) -> NodeId | None:
 
 
 def choose_model(members: Iterable[Member], plan: Plan) -> Choice:
-    """The model that runs stays; else what somebody named with ``--model``, lowest id first; else any that is there."""
-    living = sorted((m for m in members if m.state in _LIVING), key=lambda member: member.node)
+    """The model that runs stays; else what somebody named with ``--model``, lowest id first; else any that is there;
+    else what somebody named who died: a crash is no change of mind."""
+    everybody = sorted(members, key=lambda member: member.node)
+    living = [member for member in everybody if member.state in _LIVING]
     held = {member.model: member for member in reversed(living) if member.model is not None}
     if plan.stages and plan.model in held:
         return _hold(held[plan.model], living)
@@ -77,7 +79,8 @@ def choose_model(members: Iterable[Member], plan: Plan) -> Choice:
             return _hold(found, living) if found else _acquire(living, asking.node, asking.wanted)
     if held:
         return _hold(held[plan.model] if plan.model in held else min(held.values(), key=lambda m: m.node), living)
-    return _acquire(living, leader(living), "")
+    died = next((m for m in everybody if m.wanted and m.state is MemberState.DEAD), None)
+    return _acquire(living, None, died.wanted if died else "")
 
 
 def same_model(wanted: str, name: str) -> bool:
@@ -96,7 +99,13 @@ def _hold(holder: Member, living: list[Member]) -> Choice:
     return Choice(holder.model, holder.model_name, holders)
 
 
-def _acquire(living: list[Member], node: NodeId | None, wanted: str) -> Choice:
-    """Whoever is at it already goes on: a newcomer with a lower id must not start a second time."""
+def _acquire(living: list[Member], asking: NodeId | None, wanted: str) -> Choice:
+    """Whoever is at it already goes on: a newcomer with a lower id must not start a second time.
+
+    Else who failed least often: so another tries where one cannot reach the source, or died. Of these first the one
+    that named the model, then the lowest id.
+    """
     busy = next((member for member in living if member.model is None and member.model_name), None)
-    return Choice(None, "", acquirer=busy.node, wanted=busy.wanted) if busy else Choice(None, "", (), node, wanted)
+    able = [member for member in living if member.state in STANDING]
+    turn = busy or min(able, key=lambda m: (m.failures, m.node != asking, m.node), default=None)
+    return Choice(None, "", acquirer=turn.node if turn else None, wanted=wanted)

@@ -4,16 +4,32 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import anyio
 import anyio.to_thread
 
+from swarm.model.sources import pin
 from swarm.model.store import Store
 from swarm.protocol.errors import StoreError, SwarmError
 from swarm.protocol.ids import BlobId
 from swarm.protocol.messages import Phase
 from swarm.protocol.plan import Plan
 from swarm.ring.blob_client import BlobSource
+from swarm.ring.gathering import Gatherer
 from swarm.ring.stage import Report, StageHost
-from swarm.ring.supply import Model, acquire_model, load_model, model_source, recall
+from swarm.ring.supply import (
+    Model,
+    acquire_model,
+    acquire_source,
+    load_model,
+    model_source,
+    peers_source,
+    recall,
+    stored,
+)
+
+TURN_S = 2.0
+"""Between the moments at which nodes that miss the same layers look whether another is getting them: some round trips,
+in which the progress of the first reaches the others."""
 
 
 class LibraryOwner(Protocol):
@@ -27,11 +43,15 @@ class LibraryOwner(Protocol):
         """A model's manifest and tokenizer are here."""
 
     def acquiring(self, name: str) -> None:
-        """A model is being acquired from outside; empty: it is not any more."""
+        """A model is being acquired from outside."""
 
-    def acquire_failed(self, reason: str) -> None: ...
+    def acquire_failed(self, reason: str) -> None:
+        """It is not any more: another node may try."""
 
     def notice(self, text: str) -> None: ...
+
+    def outside(self) -> str:
+        """The name of another node that is getting a model from outside now; empty: none is."""
 
     def manifest_bytes(self, manifest: BlobId) -> int:
         """The size of a manifest that a member hands out; 0 where nobody does."""
@@ -41,9 +61,10 @@ class LibraryOwner(Protocol):
 
 
 class Library:
-    def __init__(self, store: Store, stage: StageHost, report: Report, owner: LibraryOwner) -> None:
+    def __init__(self, store: Store, stage: StageHost, gatherer: Gatherer, report: Report, owner: LibraryOwner) -> None:
         self._store = store
         self._stage = stage
+        self._gatherer = gatherer
         self._report = report
         self._owner = owner
         self._models: dict[BlobId, Model] = {}
@@ -61,14 +82,20 @@ class Library:
         except SwarmError as error:
             self._owner.notice(str(error))
 
-    async def acquire(self, wanted: str) -> None:
-        """Get the swarm's model from outside, for everybody."""
+    async def acquire(self, wanted: str, named_here: bool) -> None:
+        """Get the swarm's model from outside, for everybody; a checkpoint with everybody's help."""
         try:
-            source = await anyio.to_thread.run_sync(model_source, wanted)
+            source = await anyio.to_thread.run_sync(model_source if named_here else peers_source, wanted)
             self._owner.acquiring(source.name)
-            await self._read(await acquire_model(wanted, self._store, self._report))
+            found = await anyio.to_thread.run_sync(stored, self._store, source)
+            if found is None:
+                source = await anyio.to_thread.run_sync(pin, source, abandon_on_cancel=True)
+                if source.is_checkpoint:
+                    found = await self._gatherer.gather(source)
+                else:
+                    found = await acquire_source(source, self._store, self._report)
+            await self._read(found)
         except SwarmError as error:
-            self._owner.acquiring("")
             self._owner.acquire_failed(str(error))
         finally:
             self._report(Phase.IDLE, "", 0, 0, 0.0)
@@ -87,7 +114,8 @@ class Library:
             self._report(Phase.IDLE, "", 0, 0, 0.0)
 
     async def prepare(self, plan: Plan) -> None:
-        """Everything our stage of `plan` needs. Where no peer has a blob, the model's own source is asked once more.
+        """Everything our stage of `plan` needs. Where no peer has a blob, the model's own source is asked once more,
+        by one node at a time: what it gets the others may have from it.
 
         Raises `SwarmError` where the stage cannot be made ready.
         """
@@ -97,8 +125,8 @@ class Library:
             try:
                 await self._stage.prepare(plan, model.manifest, self._owner.sources())
             except StoreError as error:
-                await self._acquire_again(model, error)
-                await self._stage.prepare(plan, model.manifest, self._owner.sources())
+                await self._prepare_from_outside(plan, model, error)
+            await anyio.to_thread.run_sync(self._store.pin, "gathering")  # the stage has its own
         finally:
             self._report(Phase.IDLE, "", 0, 0, 0.0)
 
@@ -110,9 +138,33 @@ class Library:
         await self._stage.manifest(manifest, self._owner.manifest_bytes(manifest), self._owner.sources())
         return await self._read(manifest)
 
-    async def _acquire_again(self, model: Model, error: StoreError) -> None:
-        """A PC left and took layers with it. Raises `error` where the source cannot give the same model here."""
+    async def _prepare_from_outside(self, plan: Plan, model: Model, error: StoreError) -> None:
+        """A PC left and took layers with it. Of several nodes that miss some the one with the lowest id begins."""
+        rank = sorted(stage.node for stage in plan.stages).index(self._stage.node)
+        while True:
+            await anyio.sleep(rank * TURN_S)
+            busy = self._owner.outside()
+            if not busy:
+                break
+            while busy:
+                self._report(Phase.FETCH, f"waits for {busy}, which gets it from outside", 0, 0, 0.0)
+                await anyio.sleep(TURN_S)
+                busy = self._owner.outside()
+            try:
+                await self._stage.prepare(plan, model.manifest, self._owner.sources())
+                return
+            except StoreError as still:
+                error = still
+        await self._acquire_again(plan, model, error)
+        await self._stage.prepare(plan, model.manifest, self._owner.sources())
+
+    async def _acquire_again(self, plan: Plan, model: Model, error: StoreError) -> None:
+        """Raises `error` where the source cannot give the same model here."""
+        stage = plan.stage_of(self._stage.node)
+        assert stage is not None
         try:
+            if await self._gatherer.mend(model.manifest, stage.start, stage.end):
+                return
             found = await acquire_model(model.manifest.source, self._store, self._report)
         except SwarmError:
             raise error from None

@@ -25,6 +25,7 @@ from swarm.protocol.messages import (
     Commit,
     DraftOffer,
     Drawn,
+    LayersTaken,
     Member,
     Members,
     MemberState,
@@ -37,6 +38,7 @@ from swarm.protocol.messages import (
     Refused,
     Segment,
     StageReport,
+    TakeLayers,
 )
 from swarm.protocol.plan import NO_PLAN, Plan
 from swarm.ring import events as ev
@@ -51,6 +53,7 @@ from swarm.ring.discovery import Announcement, DiscoveredState, Discovery, Disco
 from swarm.ring.draft_supply import DraftSupply
 from swarm.ring.epoch import read_epoch, write_epoch
 from swarm.ring.forming import Forming
+from swarm.ring.gathering import Gatherer
 from swarm.ring.identity import keep_incarnation
 from swarm.ring.interfaces import InterfaceChoice, advertised, choose, chosen_addresses, gather
 from swarm.ring.library import Library
@@ -76,7 +79,7 @@ Meter: TypeAlias = Callable[[], tuple[float, int, tuple[int, ...]]]
 
 
 class RingNode:
-    """One node. Implements `port.RingPort`, `mesh.MeshListener` and `library.LibraryOwner`; `run` owns every task."""
+    """One node: `port.RingPort`, `mesh.MeshListener`, and what its parts call their owner. `run` owns every task."""
 
     def __init__(
         self,
@@ -123,11 +126,10 @@ class RingNode:
         self._listener = listener
 
     def loads(self) -> tuple[RingLoad, ...]:
-        return tuple(self._load(ring, stages[0].node) for ring, stages in enumerate(self._plan.rings))
-
-    def _load(self, ring: int, first: NodeId) -> RingLoad:
-        trip = self._membership.round_trip_ms(first) if first != self.node else None
-        return RingLoad(self._board.sessions_on(self._plan.epoch, ring, self.node), trip or 0.0)
+        firsts = [stages[0].node for stages in self._plan.rings]
+        trips = [self._membership.round_trip_ms(first) if first != self.node else None for first in firsts]
+        running = [self._board.sessions_on(self._plan.epoch, ring, self.node) for ring in range(len(firsts))]
+        return tuple(RingLoad(sessions, trip or 0.0) for sessions, trip in zip(running, trips, strict=True))
 
     async def send(self, to: NodeId, message: Message) -> None:
         if to == self.node:
@@ -150,15 +152,15 @@ class RingNode:
         self._forming = Forming(self.node, await anyio.to_thread.run_sync(read_epoch, self._config.home))
         fetcher = BlobFetcher(self._store, self.node, self._own.secret, self.notice)
         self._stage = StageHost(self.node, self._store, fetcher, self.send, self._config.memory_bytes, self.report)
-        self._library = library = Library(self._store, self._stage, self.report, self)
+        self._gatherer = Gatherer(self._store, self._stage, self.report, self)
+        self._library = library = Library(self._store, self._stage, self._gatherer, self.report, self)
         self._drafts = DraftSupply(self._config, self._store, self._stage, library, self.report, self)
         self._discovery = Discovery(self._announcement(), self._scan, self._discovered)
         try:
             async with fetcher, anyio.create_task_group() as group:
                 self._group = group
-                self._cutover = Cutover(
-                    group, self._stage, library.prepare, self._prepared, self._activated, self._broke
-                )
+                told = (self._prepared, self._activated, self._broke)
+                self._cutover = Cutover(group, self._stage, library.prepare, *told)
                 tasks = (self._discovery.run, self._mesh.run_heartbeats, self._tick, self._run_effects)
                 for task in (*tasks, self._drafts.run):
                     group.start_soon(task)
@@ -218,6 +220,7 @@ class RingNode:
 
     def link_down(self, node: NodeId, reason: str) -> None:
         self._tell_membership(ev.LinkDown(node))
+        self._gatherer.gone(node)
         self._stir()
 
     def heard(self, node: NodeId, round_trip_ms: float | None) -> None:
@@ -249,9 +252,12 @@ class RingNode:
                 self._tell_forming(ev.PlanReceived(sender, message.plan))
             case Progress() if message.node == sender:
                 self._board.progress[sender] = message
+                self._gatherer.heard(sender)
                 self._tell_forming(ev.ProgressHeard(sender))
             case StageReport() if message.node == sender:
                 self._board.reports[sender] = message
+            case TakeLayers() | LayersTaken():
+                self._group.start_soon(self._gatherer.received, sender, message)
             case _:
                 raise ProtocolError("a message out of place", found=type(message).__name__)
 
@@ -322,7 +328,7 @@ class RingNode:
             case ev.Activate(plan, loaded):
                 self._cutover.activate(plan, loaded)
             case ev.AcquireModel(wanted):
-                self._group.start_soon(self._library.acquire, wanted)
+                self._group.start_soon(self._library.acquire, wanted, wanted == self._config.wanted)
             case ev.LearnModel(manifest, _):
                 self._group.start_soon(self._library.learn, manifest)
             case ev.Notice(text):
@@ -401,7 +407,7 @@ class RingNode:
     # --- the model and the stage ------------------------------------------------------------------------------------
 
     def model_known(self, model: Model) -> None:
-        self._change(model=model.id, model_name=model.manifest.name, manifest_bytes=model.bytes)
+        self._change(model=model.id, model_name=model.manifest.name, manifest_bytes=model.bytes, failures=0)
         self._tell_forming(ev.ModelKnown(model.shape))
         self._on_model(model)
         self._drafts.stir()
@@ -410,6 +416,7 @@ class RingNode:
         self._change(model=None, model_name=name)
 
     def acquire_failed(self, reason: str) -> None:
+        self._change(model_name="", failures=self._membership.me.failures + 1)
         self._tell_forming(ev.AcquireFailed(reason))
 
     def notice(self, text: str) -> None:
@@ -421,12 +428,17 @@ class RingNode:
     def offer_draft(self, offer: DraftOffer | None) -> None:
         self._change(draft=offer)
 
+    def outside(self) -> str:
+        return self._board.busy_outside({member.node: member.name for member in self._others()})
+
+    def members(self) -> list[Member]:
+        return [self._membership.me, *(member for member in self._others() if member.state in STANDING)]
+
     def manifest_bytes(self, manifest: BlobId) -> int:
         return next((m.manifest_bytes for m in self._membership.members if m.model == manifest), 0)
 
     def _prepared(self, epoch: Epoch, failure: str | None) -> None:
-        answer = ev.LocalPrepared(epoch) if failure is None else ev.LocalPrepareFailed(epoch, failure)
-        self._tell_forming(answer)
+        self._tell_forming(ev.LocalPrepared(epoch) if failure is None else ev.LocalPrepareFailed(epoch, failure))
 
     def _broke(self, epoch: Epoch, reason: str) -> None:
         self._tell_forming(ev.LocalStageBroken(epoch, reason))

@@ -15,6 +15,7 @@ from anyio.abc import TaskGroup
 from swarm.engine.base import Engine
 from swarm.engine.kinds import make_engine
 from swarm.engine.pages import drop_mapped_pages, use_huge_pages
+from swarm.model.exporting import forget_parts
 from swarm.model.inventory import make_room
 from swarm.model.manifest import BlobRef, Manifest
 from swarm.model.shard import load_shard
@@ -147,6 +148,7 @@ class StageHost:
         await anyio.to_thread.run_sync(self._store.pin, "manifest", [], needed)
         await self.fetch([manifest.graph, manifest.tokenizer], sources, manifest.name)
         await anyio.to_thread.run_sync(self._store.mark_manifest, model, manifest.name, manifest.source)
+        await anyio.to_thread.run_sync(forget_parts, self._store, manifest, model)
         return manifest
 
     async def prepare(self, plan: Plan, manifest: Manifest, sources: Sequence[BlobSource]) -> None:
@@ -172,7 +174,7 @@ class StageHost:
         engine = await anyio.to_thread.run_sync(self._build, manifest, self._store, stage, plan)
         self._prepared = _Held(engine, plan.model, stage.start, stage.end, plan.kv_tokens, plan.engine, blobs)
         self._report(Phase.WARM_UP, what, 0, 0, 0.0)
-        await anyio.to_thread.run_sync(_warm_up, engine, manifest, stage)
+        await anyio.to_thread.run_sync(_warm_up, engine)
         await anyio.to_thread.run_sync(drop_mapped_pages, self._store.root / "blobs")
 
     async def _make_room(self, stage: Stage) -> None:
@@ -234,11 +236,11 @@ class StageHost:
         await self._close(prepared)
 
 
-def _warm_up(engine: Engine, manifest: Manifest, stage: Stage) -> None:
+def _warm_up(engine: Engine) -> None:
     """A prefill and a decode step: kernels are made, weights are packed, memory is touched before the first prompt."""
     session = SessionId("00000000-0-00000000")
     for kind, start, rows in ((RowKind.PREFILL, 0, WARM_UP_ROWS), (RowKind.DECODE, WARM_UP_ROWS, 1)):
-        hidden = None if stage.start == 0 else np.zeros((rows, manifest.hidden_size), np.float32)
+        hidden = np.zeros((rows, engine.hidden_size), np.float32) if engine.hidden_size else None
         tokens = tuple(range(rows))
         engine.run([Segment(session, NodeId("0" * 32), NO_EPOCH, 0, start, kind, tokens, 1, GREEDY, hidden)])
     engine.close_session(session)

@@ -6,21 +6,21 @@ import contextlib
 import shutil
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import anyio.from_thread
 import anyio.to_thread
 
-from swarm.model.exporting import export_checkpoint
+from swarm.model.exporting import Exporter, held, remember
 from swarm.model.inventory import make_room
 from swarm.model.manifest import BlobRef, Manifest
 from swarm.model.publish import publish
-from swarm.model.sources import Source, acquire, pin, resolve
+from swarm.model.sources import ProgressCallback, Source, acquire, pin, resolve
 from swarm.model.store import Store
 from swarm.model.tokenizer import Tokenizer, unpack
-from swarm.protocol.errors import ModelError, StoreError, SwarmError
+from swarm.protocol.errors import ModelError, StoreError, SwarmError, UsageError
 from swarm.protocol.ids import BlobId
 from swarm.protocol.messages import Phase
 from swarm.ring.fit import ModelShape
@@ -63,6 +63,33 @@ def model_source(wanted: str) -> Source:
     return resolve(wanted or None)
 
 
+def peers_source(named: str) -> Source:
+    """What another node named. Raises `UsageError`, also for a network path: Windows would show that server this PC's
+    credentials."""
+    if named.startswith(("\\\\", "//")):
+        raise UsageError(
+            "a network path that another PC named is not opened",
+            expected="a directory, a file, or a name on the Hugging Face hub",
+            found=named[:80],
+            action="Map it to a drive letter, or start that model on this PC with --model.",
+        )
+    return model_source(named)
+
+
+def pinned_source(manifest: Manifest) -> Source:
+    """What a model was made from, at the revision it was made from. Blocking. Raises `UsageError`, `ModelError`."""
+    source = peers_source(manifest.source)
+    if source.on_hub and manifest.revision:
+        source = replace(source, on_hub=replace(source.on_hub, revision=manifest.revision))
+    return pin(source)
+
+
+def open_exporter(source: Source, store: Store, progress: ProgressCallback) -> Exporter:
+    """For a pinned checkpoint; fetches its small files. Blocking. Raises as `sources.acquire`."""
+    workdir = store.root / "work"
+    return Exporter(acquire(source, workdir, progress), source, store, workdir, progress)
+
+
 def load_model(store: Store, model: BlobId) -> Model:
     """Read a manifest and its tokenizer, which are in the store; blocking. Raises `StoreError`, `ModelError`."""
     data = store.read(model)
@@ -102,23 +129,26 @@ async def acquire_model(wanted: str, store: Store, report: Report, *, newest: bo
     source = await anyio.to_thread.run_sync(model_source, wanted)
     if newest:
         source = await anyio.to_thread.run_sync(pin, source, abandon_on_cancel=True)
-    known = await anyio.to_thread.run_sync(_stored, store, source, Manifest.blobs)
-    if known is not None:
-        return known
-    meter = _Meter(report)
+    known = await anyio.to_thread.run_sync(stored, store, source)
+    return known or await acquire_source(source, store, report)
+
+
+async def acquire_source(source: Source, store: Store, report: Report) -> BlobId:
+    """The same from outside, whatever is here."""
+    meter = Meter(report)
 
     def work() -> BlobId:
         workdir = store.root / "work"
         pinned = pin(source, lambda: meter.progress(Phase.DOWNLOAD, source.name, 0, 0))
+        if pinned.is_checkpoint:
+            exporter = open_exporter(pinned, store, meter.progress)
+            return remember(store, exporter.export_all(held(store, exporter.outline())))
         if pinned.found and pinned.found.directory is None:
             make_room(store, 2 * pinned.found.total_bytes)  # the download, and the blobs
         made = acquire(pinned, workdir, meter.progress)
         convert = partial(meter.progress, Phase.CONVERT, pinned.name)
-        if pinned.is_checkpoint:
-            model = export_checkpoint(made, pinned, store, workdir, convert)
-        else:
-            marks = {"revision": pinned.revision, "quantization": pinned.quantization}
-            model = publish(made, store, pinned.name, pinned.spec, convert, **marks)
+        marks = {"revision": pinned.revision, "quantization": pinned.quantization}
+        model = publish(made, store, pinned.name, pinned.spec, convert, **marks)
         if made.is_relative_to(workdir):  # ours, and all of it is in the store now
             shutil.rmtree(made, ignore_errors=True)
         return model
@@ -144,10 +174,15 @@ def _recall(wanted: str, store: Store, needed: Callable[[Manifest], Iterable[Blo
         source = model_source(wanted)
     except SwarmError:
         return None
-    return _stored(store, source, needed)
+    return _find(store, source, needed)
 
 
-def _stored(store: Store, source: Source, needed: Callable[[Manifest], Iterable[BlobRef]]) -> BlobId | None:
+def stored(store: Store, source: Source) -> BlobId | None:
+    """The manifest of a source that is whole in the store; blocking."""
+    return _find(store, source, Manifest.blobs)
+
+
+def _find(store: Store, source: Source, needed: Callable[[Manifest], Iterable[BlobRef]]) -> BlobId | None:
     """The newest manifest of `source` of which every `needed` blob is here."""
     for found in sorted(store.manifests(), key=lambda found: -found.added):
         if found.spec == source.spec and not _changed_since(source.path, found.added):
@@ -155,7 +190,7 @@ def _stored(store: Store, source: Source, needed: Callable[[Manifest], Iterable[
                 manifest = Manifest.decode(store.read(found.blob))
             except (StoreError, ModelError):
                 continue
-            if source.revision and manifest.revision != source.revision:
+            if not manifest.is_whole or (source.revision and manifest.revision != source.revision):
                 continue
             if all(store.has(blob.id) for blob in needed(manifest)):
                 return found.blob
@@ -170,7 +205,7 @@ def _changed_since(path: Path | None, when: float) -> bool:
     return next(place for place in places if place.is_file()).stat().st_mtime > when
 
 
-class _Meter:
+class Meter:
     """Progress of work in a thread: adds the rate, hands it to the event loop, stops the work when it is cancelled."""
 
     def __init__(self, report: Report) -> None:

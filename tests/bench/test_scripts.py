@@ -96,6 +96,13 @@ def test_export() -> None:
     assert {"whole_peak_mb", "half_peak_mb", "quarter_peak_mb", "quarter_to_optimum_whole"} <= figures.keys()
 
 
+@pytest.mark.export
+def test_families() -> None:
+    pytest.importorskip("optimum.intel")
+    figures = run_quickly("bench.families")
+    assert figures == {"llama: max_difference": 0.0, "llama: cuts": 5, "llama: same_blobs": 1.0}
+
+
 def test_only_what_all_users_shared_counts() -> None:
     early = Stream(asked=0.0, pieces=(1.0, 2.0, 3.0, 4.0, 5.0), tokens=5, text="")
     late = Stream(asked=0.0, pieces=(2.5, 3.5, 4.5, 5.5, 6.5), tokens=9, text="")

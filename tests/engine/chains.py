@@ -131,6 +131,14 @@ def assert_decodes_like(chain: Chain, session: int, expected: Plain, count: int,
         token = drawn[0][0]
 
 
+def replay(chain: Chain, session: int, expected: Plain) -> Array:
+    """The logits of every row, as `Plain.logits`, where the chain is fed what the reference was."""
+    rows = [chain.run([segment(session, 0, expected.prompt, len(expected.prompt))])[1]]
+    for i, token in enumerate(expected.tokens[:-1]):
+        rows.append(chain.run([segment(session, len(expected.prompt) + i, [token])])[1])
+    return np.concatenate(rows)
+
+
 def assert_decode_together(chain: Chain, expected: Sequence[Plain], count: int, what: str) -> None:
     """All sessions in one forward, a row each, against each alone."""
     tokens = []

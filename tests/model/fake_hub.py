@@ -1,4 +1,8 @@
-"""A small HTTP server that speaks what is asked of the Hugging Face hub for models: their listing and their files."""
+"""A small HTTP server that speaks what is asked of the Hugging Face hub for models: their listing and their files.
+
+``python -m tests.model.fake_hub HOST PORT LOG NAME FILE…`` serves one model until it is killed; LOG gets a line
+``path range`` for every request.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import re
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -42,34 +47,63 @@ class FakeHub:
         self.cut_after: int | None = None
         """Connections for files end after this many bytes, while it is set."""
         self.endpoint = ""
+        self.log: Path | None = None
+
+    def asked(self, path: str, span: str) -> None:
+        self.requests.append((path, span))
+        if self.log is not None:
+            with self.log.open("a", encoding="utf-8") as file:
+                file.write(f"{path} {span}\n")
 
     def sent(self, name: str) -> list[str]:
         """The ranges of a file that were asked for."""
         return [span for path, span in self.requests if path.endswith(f"/{name}")]
 
+    def tensors_sent(self, first: int = 0) -> list[str]:
+        """The names of the tensors that were asked for, from a request on; headers of files aside."""
+        found = []
+        for path, span in self.requests[first:]:
+            if path.endswith(".safetensors"):
+                data = self.repositories["/".join(path.split("/")[1:3])].files[path.rpartition("/")[2]]
+                size = 8 + int.from_bytes(data[:8], "little")
+                start, end = (int(place) for place in span.removeprefix("bytes=").split("-"))
+                for name, entry in json.loads(data[8:size]).items():
+                    if name != "__metadata__" and start < size + entry["data_offsets"][1] and end >= size:
+                        found += [name] if end >= size + entry["data_offsets"][0] else []
+        return found
+
+    def weights_sent_once(self) -> bool:
+        """Some were, and no tensor twice."""
+        sent = self.tensors_sent()
+        return bool(sent) and len(sent) == len(set(sent))
+
+    def layers_sent(self, first: int = 0) -> set[int]:
+        """The layers of the tensors that were asked for, from a request on."""
+        return {int(name.split(".")[2]) for name in self.tensors_sent(first) if ".layers." in name}
+
     @contextlib.contextmanager
-    def serving(self) -> Iterator[FakeHub]:
+    def serving(self, host: str = "127.0.0.1", port: int = 0) -> Iterator[FakeHub]:
         hub = self
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
             def do_GET(self) -> None:
-                hub.requests.append((self.path, self.headers.get("Range", "")))
+                hub.asked(self.path, self.headers.get("Range", ""))
                 _answer(hub, self, whole=True)
 
             def do_HEAD(self) -> None:
-                hub.requests.append((self.path, "HEAD"))
+                hub.asked(self.path, "HEAD")
                 _answer(hub, self, whole=False)
 
             def log_message(self, format: str, *args: object) -> None:
                 pass
 
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        server = ThreadingHTTPServer((host, port), Handler)
         server.daemon_threads = True
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
-        self.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
+        self.endpoint = f"http://{host}:{server.server_address[1]}"
         try:
             yield self
         finally:
@@ -150,3 +184,16 @@ def _send(
 
 def _refuse(request: BaseHTTPRequestHandler, status: int, code: str) -> None:
     _send(request, status, b"{}", request.command == "GET", {"X-Error-Code": code})
+
+
+def main(host: str, port: str, log: str, name: str, *files: str) -> None:
+    hub = FakeHub()
+    hub.log = Path(log)
+    hub.repositories[name] = Repository({Path(file).name: Path(file).read_bytes() for file in files})
+    with hub.serving(host, int(port)):
+        hub.log.touch()
+        threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.model.manifest import ABSENT, FORMAT, BlobRef, Manifest, TensorRef, blob_id, join
+from swarm.model.manifest import ABSENT, FORMAT, BlobRef, Manifest, TensorRef, blob_id, join, merge
 from swarm.protocol import limits
 from swarm.protocol.errors import ModelError
 from swarm.protocol.ids import BlobId
@@ -200,13 +200,7 @@ def test_any_value_at_any_place(data: st.DataObject) -> None:
 
 def part(start: int, end: int) -> Manifest:
     """What a node makes that exports layers ``[start, end)``."""
-    layers = tuple(ref if start <= i < end else ABSENT for i, ref in enumerate(MANIFEST.layers))
-    return replace(
-        MANIFEST,
-        embedding=MANIFEST.embedding if start == 0 else ABSENT,
-        layers=layers,
-        head=MANIFEST.head if end == len(layers) else ABSENT,
-    )
+    return MANIFEST.without({ref.id for ref in MANIFEST.weights(0, 3)} - {ref.id for ref in MANIFEST.part(start, end)})
 
 
 @pytest.mark.parametrize("spans", [[(0, 3)], [(0, 1), (1, 3)], [(2, 3), (0, 1), (1, 2)], [(0, 2), (1, 3)]])
@@ -226,5 +220,30 @@ def test_parts_of_different_models_do_not_join() -> None:
         join([part(0, 2), replace(part(2, 3), graph=blob(9, 5000, 0), tied=True)])
     with pytest.raises(ModelError, match="found another number of layers"):
         join([part(0, 2), replace(part(2, 3), layers=part(2, 3).layers[1:])])
+    other = replace(MANIFEST.layers[1], id=blob(9).id)
     with pytest.raises(ModelError, match="different blobs of the same layer"):
-        join([part(0, 2), replace(part(1, 3), layers=(ABSENT, blob(9), MANIFEST.layers[2]))])
+        join([part(0, 2), replace(part(1, 3), layers=(*part(1, 3).layers[:1], other, MANIFEST.layers[2]))])
+
+
+@pytest.mark.parametrize(
+    ("known", "unknown"),
+    [([], [(0, 3)]), ([(0, 1)], [(1, 3)]), ([(1, 2)], [(0, 1), (2, 3)]), ([(0, 2), (2, 3)], [])],
+)
+def test_what_a_part_does_not_know(known: list[tuple[int, int]], unknown: list[tuple[int, int]]) -> None:
+    merged = merge([MANIFEST.without({ref.id for ref in MANIFEST.weights(0, 3)}), *(part(*span) for span in known)])
+    assert merged.unknown(0, 3) == unknown
+    assert merged.is_whole == (not unknown)
+    assert [blob.bytes for blob in merged.blobs()] == [blob.bytes for blob in MANIFEST.blobs()]
+
+
+def test_the_embedding_and_the_head_belong_to_the_layers_beside_them() -> None:
+    without_head = MANIFEST.without({MANIFEST.head.id})
+    assert without_head.head.id == ABSENT
+    assert without_head.unknown(0, 3) == [(2, 3)]
+    assert MANIFEST.without({MANIFEST.embedding.id}).unknown(0, 3) == [(0, 1)]
+
+
+def test_another_form_of_a_layer_does_not_join() -> None:
+    wider = replace(part(1, 3), layers=(replace(part(1, 3).layers[0], bytes=101), *MANIFEST.layers[1:]))
+    with pytest.raises(ModelError, match="another form of the same layer"):
+        join([part(0, 2), wider])

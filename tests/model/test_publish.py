@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import cbor2
@@ -12,20 +11,21 @@ import openvino as ov
 import pytest
 from openvino import opset13 as ops
 
-from swarm.model.manifest import ABSENT, BlobRef, Manifest
+from swarm.model.layers import Graph, map_layers
+from swarm.model.manifest import BlobRef, Manifest
 from swarm.model.publish import (
     ALIGNMENT,
     DEFAULT_CONTEXT_TOKENS,
     WEIGHT_MIN_BYTES,
     _write_blob,
+    kv_bytes_per_token,
     publish,
-    publish_parts,
 )
 from swarm.model.store import Store
 from swarm.model.tiny import HIDDEN, VOCABULARY
 from swarm.protocol.errors import ModelError, StoreError, UnsupportedModelError
 from tests.engine.chains import Published, published, write_tiny_ir
-from tests.model.graphs import edited
+from tests.model.graphs import edited, sharing
 
 LAYERS = 3
 
@@ -57,20 +57,6 @@ def large_constants(ir: Path) -> list[int]:
     model = ov.Core().read_model(ir / "openvino_model.xml")
     sizes = [node.get_byte_size() for node in model.get_ordered_ops() if node.get_type_name() == "Constant"]
     return sorted(size for size in sizes if size >= WEIGHT_MIN_BYTES)
-
-
-def test_parts_are_published_as_the_whole(untied: Published, tmp_path: Path) -> None:
-    """Two nodes export a part each: the model has the id that one node would have given it."""
-    whole = untied.manifest
-    first = replace(whole, layers=(*whole.layers[:1], ABSENT, ABSENT), head=ABSENT)
-    second = replace(whole, embedding=ABSENT, layers=(ABSENT, *whole.layers[1:]))
-    store = opened(tmp_path)
-    with pytest.raises(ModelError, match="parts of a model are missing"):
-        publish_parts(store, [first])
-    assert store.manifests() == ()
-    identity = publish_parts(store, [second, first])
-    assert identity == untied.store.manifests()[0].blob
-    assert [entry.blob for entry in store.manifests()] == [identity]
 
 
 def weight_blobs(manifest: Manifest) -> list[BlobRef]:
@@ -207,3 +193,9 @@ def test_a_model_without_its_tokenizer_is_not_published(tmp_path: Path) -> None:
 def test_a_missing_blob_is_a_store_error(untied: Published, tmp_path: Path) -> None:
     with pytest.raises(StoreError):
         opened(tmp_path).read(untied.manifest.graph.id)
+
+
+def test_a_cache_that_later_layers_read_counts_where_it_is_copied() -> None:
+    graph = Graph.of(sharing(1, 1, 3))
+    own = 2 * 2 * 64 * 2
+    assert kv_bytes_per_token(graph, map_layers(graph)) == (own, own, own, 2 * own)

@@ -57,6 +57,41 @@ def test_an_acquirer_that_died_is_replaced() -> None:
     assert choose_model(members, NO_PLAN).acquirer == node(1)
 
 
+def test_where_the_one_that_named_it_fails_another_tries() -> None:
+    asking, first, second = member(3, wanted="big"), member(1), member(2)
+    assert choose_model([asking, first, second], NO_PLAN).acquirer == node(3)
+    asking = replace(asking, failures=1)
+    assert choose_model([asking, first, second], NO_PLAN) == Choice(None, "", acquirer=node(1), wanted="big")
+    first = replace(first, failures=1)
+    assert choose_model([asking, first, second], NO_PLAN).acquirer == node(2)
+    second = replace(second, failures=1)  # all have: it is the first one's turn again
+    assert choose_model([asking, first, second], NO_PLAN).acquirer == node(3)
+
+
+def test_the_default_model_too_is_tried_by_another() -> None:
+    members = [replace(member(1), failures=2), replace(member(2), failures=1)]
+    assert choose_model(members, NO_PLAN) == Choice(None, "", acquirer=node(2), wanted="")
+
+
+def test_one_that_leaves_does_not_begin() -> None:
+    members = [member(1, wanted="big", state=MemberState.LEAVING), member(2)]
+    assert choose_model(members, NO_PLAN) == Choice(None, "", acquirer=node(2), wanted="big")
+
+
+def test_what_somebody_named_who_died_is_still_wanted() -> None:
+    died = member(1, wanted="big", model_name="big", state=MemberState.DEAD)
+    assert choose_model([died, member(2)], NO_PLAN) == Choice(None, "", acquirer=node(2), wanted="big")
+    assert choose_model([died, member(2), member(3, wanted="small")], NO_PLAN).wanted == "small"
+    assert choose_model([died, member(2, A, "a")], NO_PLAN).manifest == A
+    left = replace(died, state=MemberState.LEFT)
+    assert choose_model([left, member(2)], NO_PLAN).wanted == ""
+
+
+def test_who_is_at_it_gets_what_is_wanted() -> None:
+    members = [member(1, wanted="big"), member(2, model_name="big")]
+    assert choose_model(members, NO_PLAN) == Choice(None, "", acquirer=node(2), wanted="big")
+
+
 def test_the_running_model_stays_whatever_is_asked_for() -> None:
     members = [member(1, A, "a", wanted="a"), member(2, B, "b")]
     assert choose_model(members, running(B)).manifest == B

@@ -76,6 +76,7 @@ class FakeEngine:
 
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
+        self.hidden_size = 7 if stage.start else 0  # wider than the model's: a cache crosses too
         self.runs: list[RowKind] = []
         self.closed = False
 
@@ -86,7 +87,8 @@ class FakeEngine:
         assert not self.closed
         self.runs += [segment.kind for segment in batch]
         for segment in batch:
-            assert (segment.hidden is None) == (self.stage.start == 0)
+            found = 0 if segment.hidden is None else segment.hidden.shape[1]
+            assert found == self.hidden_size
         if self.stage.end == 6:
             return [Output(drawn=(7,) * segment.wanted) for segment in batch]
         return [Output(hidden=np.zeros((len(segment.tokens), 4), np.float32)) for segment in batch]
@@ -196,7 +198,7 @@ async def test_activate_serves(bench: Bench, host: StageHost, tasks: TaskGroup) 
     await host.prepare(plan(1, 3, 6), MANIFEST, [])
     await host.activate(plan(1, 3, 6), tasks)
     assert host.worker is not None
-    hidden = np.zeros((1, 4), np.float32)
+    hidden = np.zeros((1, 7), np.float32)
     segment = Segment(SessionId("b" * 8 + "-1-00000000"), B, Epoch(1, B), 0, 0, RowKind.DECODE, (5,), 1, GREEDY, hidden)
     await host.worker.deliver(segment)
     with anyio.fail_after(WAIT_S):

@@ -152,6 +152,14 @@ async def test_a_cancelled_acquisition_stops(ir: Path, store: Store, monkeypatch
     assert len(rates) < 1000
 
 
+def test_a_network_path_that_another_pc_named_is_not_opened(tmp_path: Path) -> None:
+    for path in ("\\\\server\\share\\model", "//server/share/model.gguf"):
+        with pytest.raises(UsageError, match=r"a network path .* drive letter"):
+            supply.peers_source(path)
+    (tmp_path / "a.gguf").write_bytes(tiny_llama())
+    assert supply.peers_source(str(tmp_path / "a.gguf")).kind == "gguf"
+
+
 def test_what_was_named_is_known_again_by_the_models_name(converted: Path, tmp_path: Path) -> None:
     """Else a ring waits for a model that it has: the GGUF here calls itself something else than its file."""
     (tmp_path / "folder").mkdir()
