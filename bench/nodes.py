@@ -38,6 +38,19 @@ class Stream:
 
 
 @dataclass(frozen=True, slots=True)
+class Drafting:
+    """How nodes are started."""
+
+    flags: tuple[str, ...]
+    model: Path | None = None
+
+
+PLAIN = Drafting(("--speculation", "off"))
+DEFAULT = Drafting(("--draft", "none"))
+"""As a swarm whose model has no draft model."""
+
+
+@dataclass(frozen=True, slots=True)
 class Round:
     rate: float
     """Tokens per second of all users together, while all of them decode."""
@@ -59,14 +72,17 @@ class Ring:
 
 
 @contextlib.asynccontextmanager
-async def ring_of(ir: Path, node_cores: Sequence[int]) -> AsyncIterator[tuple[Ring, aiohttp.ClientSession, list[str]]]:
+async def ring_of(
+    ir: Path, node_cores: Sequence[int], drafting: Drafting = PLAIN
+) -> AsyncIterator[tuple[Ring, aiohttp.ClientSession, list[str]]]:
     """Nodes that share the model, one for each core, formed: (the nodes, a client, their stages as text)."""
     timeout = aiohttp.ClientTimeout(total=None, sock_read=SILENCE_TIMEOUT_S)
-    with start_nodes(ir, node_cores) as ring:
+    with start_nodes(ir, node_cores, drafting) as ring:
         async with aiohttp.ClientSession(timeout=timeout) as session:
             try:
                 with anyio.fail_after(FORMING_TIMEOUT_S):
-                    *_, stages = [await formed(session, api, len(node_cores)) for api in ring.apis]
+                    drafts = drafting.model is not None
+                    *_, stages = [await formed(session, api, len(node_cores), drafts=drafts) for api in ring.apis]
             except TimeoutError:
                 logs = "\n".join(log.read_text(encoding="utf-8", errors="replace") for log in ring.logs)
                 raise SystemExit(f"no ring was formed:\n{logs}") from None
@@ -74,11 +90,12 @@ async def ring_of(ir: Path, node_cores: Sequence[int]) -> AsyncIterator[tuple[Ri
 
 
 @contextlib.contextmanager
-def start_nodes(ir: Path, node_cores: Sequence[int]) -> Iterator[Ring]:
+def start_nodes(ir: Path, node_cores: Sequence[int], drafting: Drafting = PLAIN) -> Iterator[Ring]:
     """Processes of ``node.py``; several have too little memory each for the whole model, so that they share it."""
     count = len(node_cores)
     weights_mb = (ir / "openvino_model.bin").stat().st_size // 2**20
-    memory = f"{int(weights_mb * 0.85) + 100}MB" if count > 1 else f"{weights_mb + 1000}MB"
+    draft_mb = (drafting.model / "openvino_model.bin").stat().st_size // 2**20 if drafting.model else 0
+    memory = f"{int(weights_mb * 0.85) + draft_mb + 100}MB" if count > 1 else f"{weights_mb + draft_mb + 1000}MB"
     links, apis = _free_ports(count), _free_ports(count)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         logs = [Path(folder, f"{number}.log") for number in range(count)]
@@ -89,6 +106,7 @@ def start_nodes(ir: Path, node_cores: Sequence[int]) -> Iterator[Ring]:
             command += ["--port", str(links[number]), "--api-port", str(apis[number])]
             for other in links[:number] + links[number + 1 :]:
                 command += ["--peer", f"127.0.0.1:{other}"]
+            command += drafting.flags
             if number == 0:
                 command += ["--model", str(ir)]
             nodes.append(stack.enter_context(_running(command, node_cores[number], logs[number])))
@@ -112,13 +130,14 @@ def _running(command: list[str], core: int, log: Path) -> Iterator[int]:
         process.wait()
 
 
-async def formed(session: aiohttp.ClientSession, url: str, stages: int) -> list[str]:
-    """Wait until the node at `url` serves in a ring of so many stages; they as text."""
+async def formed(session: aiohttp.ClientSession, url: str, stages: int, *, drafts: bool = False) -> list[str]:
+    """Wait until the node at `url` serves in a ring of so many stages, and can draft with a model; they as text."""
     while True:
         with contextlib.suppress(aiohttp.ClientError):
             async with session.get(f"{url}/status") as response:
                 status = await response.json()
-            if status["ready"] and len(status["stages"]) == stages:
+            drafting = bool(status["speculation"]["draft"]) or not drafts
+            if status["ready"] and len(status["stages"]) == stages and drafting:
                 return [f"{stage['name']} {stage['start']}-{stage['end']}" for stage in status["stages"]]
         await anyio.sleep(0.5)
 

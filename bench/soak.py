@@ -25,7 +25,7 @@ import anyio
 import psutil
 
 from bench import models
-from bench.nodes import ask, ring_of
+from bench.nodes import DEFAULT, ask, ring_of
 from bench.report import cores, pin, report
 from tests.prompts import PROMPTS
 
@@ -50,7 +50,7 @@ def main() -> None:
 async def soak(minutes: float, users: int) -> dict[str, float]:
     """See above; MB and counts."""
     counts: Counter[str] = Counter()
-    async with ring_of(models.smollm2(), (cores()[0], cores()[-1])) as (ring, session, _):
+    async with ring_of(models.smollm2(), (cores()[0], cores()[-1]), DEFAULT) as (ring, session, _):
         probe = next(iter(PROMPTS.values()))
         before = [(await ask(session, api, probe, 48)).text for api in ring.apis]
         memory: list[list[float]] = []

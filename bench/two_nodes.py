@@ -3,7 +3,9 @@
 Real processes of ``node.py`` on loopback, asked over the HTTP API of the first; each has too little memory for the
 whole model, so that they share it. The node's core also carries its API, and the users' clients run on the first core.
 
-``python -m bench.two_nodes [--model qwen|smollm2] [--users N]… [--quick]``
+The nodes decode plainly; with ``--speculation`` they draft, with the 0.5B model for the 1.5B one.
+
+``python -m bench.two_nodes [--model qwen|smollm2] [--users N]… [--speculation] [--quick]``
 """
 
 from __future__ import annotations
@@ -21,18 +23,20 @@ from typing import Any
 import openvino_genai
 
 from bench import models
-from bench.nodes import Round, ask_together, prompt_of, ring_of
+from bench.nodes import DEFAULT, PLAIN, Drafting, Round, ask_together, prompt_of, ring_of
 from bench.report import ROUNDS, cores, first_in_line, percentile, pin, ratios, report, spread
 from bench.shards import TOKENS, Party, ours
 
 _PREFIX = {"qwen": "", "smollm2": "smollm2_"}
-_NAMES = {1: "two_nodes_one_user", 2: "two_nodes_two_users_plain"}
+_NAMES = {"two_nodes_1": "two_nodes_one_user", "two_nodes_2": "two_nodes_two_users_plain"}
+_NAMES |= {"two_nodes_1_spec": "two_nodes_one_user_spec", "two_nodes_2_spec": "two_nodes_two_users"}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.two_nodes", description=__doc__)
     parser.add_argument("--model", choices=sorted(_PREFIX), default="qwen")
     parser.add_argument("--users", type=int, action="append", help="at once (default: 1, 2, 4 and 8)")
+    parser.add_argument("--speculation", action="store_true", help="the nodes draft; one PC never does")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"counted (default: {ROUNDS})")
     parser.add_argument("--tokens", type=int, default=TOKENS, help=f"of each answer (default: {TOKENS})")
     parser.add_argument("--first", action="store_true", help="go before all other processes of a busy PC (Linux, root)")
@@ -43,7 +47,8 @@ def main() -> None:
     node_cores = (cores()[0], cores()[-1])
     pin(node_cores[0])
     ir = models.qwen_int4() if arguments.model == "qwen" else models.smollm2()
-    solo, shared, stages = asyncio.run(measure(ir, node_cores, users, rounds, tokens, arguments.first))
+    drafting, suffix = (drafting_for(arguments.model), "_spec") if arguments.speculation else (PLAIN, "")
+    solo, shared, stages = asyncio.run(measure(ir, drafting, node_cores, users, rounds, tokens, arguments.first))
     prefix, figures = _PREFIX[arguments.model], {}
     solo_rates = [found.rate for found in solo]
     print(f"one PC: {spread(solo_rates)} tok/s")
@@ -51,7 +56,8 @@ def main() -> None:
     figures["one_pc_ttft_ms"] = statistics.median(found.ttft_ms for found in solo)
     for count, found in shared.items():
         times = ratios([one.rate for one in found], solo_rates)
-        name = _NAMES.get(count, f"two_nodes_{count}")
+        name = f"two_nodes_{count}{suffix}"
+        name = _NAMES.get(name, name)
         figures[name] = statistics.median(times)
         figures[f"{name}_tokens_per_second"] = statistics.median(one.rate for one in found)
         figures[f"{name}_ttft_ms"] = statistics.median(one.ttft_ms for one in found)
@@ -65,20 +71,29 @@ def main() -> None:
         "tokens": tokens,
         "first": arguments.first,
         "stages": stages,
+        "draft": drafting.model.name if drafting.model else "none",
     }
     figures = {prefix + name: value for name, value in figures.items()}
-    report("two_nodes", figures, settings, keep=not arguments.quick)
+    report(f"two_nodes{suffix}", figures, settings, keep=not arguments.quick)
+
+
+def drafting_for(model: str) -> Drafting:
+    """With the 0.5B model where it has the target's tokenizer, else from the text alone."""
+    if model != "qwen":
+        return DEFAULT
+    draft = models.draft_int4()
+    return Drafting(("--draft", str(draft)), draft)
 
 
 async def measure(
-    ir: Path, node_cores: tuple[int, int], users: list[int], rounds: int, tokens: int, first: bool
+    ir: Path, drafting: Drafting, node_cores: tuple[int, int], users: list[int], rounds: int, tokens: int, first: bool
 ) -> tuple[list[Round], dict[int, list[Round]], list[str]]:
     """Of each round: one PC, then two nodes with each number of users, in turns; the first round warms up."""
     solo: list[Round] = []
     shared: dict[int, list[Round]] = {count: [] for count in users}
     one_pc = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), pin, node_cores[:1])
     with one_pc:
-        async with ring_of(ir, node_cores) as (ring, session, stages):
+        async with ring_of(ir, node_cores, drafting) as (ring, session, stages):
             for turn in range(rounds + 1):
                 alone = await asyncio.get_running_loop().run_in_executor(one_pc, answer_alone, ir, turn, tokens, first)
                 found = {}

@@ -15,12 +15,12 @@ from bench.throttle import Line
 ROOT = Path(__file__).parents[2]
 
 
-def run_quickly(*arguments: str) -> dict[str, float]:
+def run_quickly(*arguments: str, simulated: bool = False) -> dict[str, float]:
     command = [sys.executable, "-m", *arguments, "--quick"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     result = json.loads(done.stdout.splitlines()[-1])
-    assert result["simulated"] is False
+    assert result["simulated"] is simulated
     figures: dict[str, float] = result["figures"]
     return figures
 
@@ -86,6 +86,48 @@ def test_a_line_carries_its_rate_and_no_more() -> None:
     line = Line(1000.0)
     first, second = line.release_time(100), line.release_time(100)
     assert second - first == pytest.approx(0.1)
+
+
+def test_simulated() -> None:
+    figures = run_quickly("bench.simulated", simulated=True)
+    assert figures["three_nodes_three_users"] > 1
+    assert figures["four_stages_spec"] > 1
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_costs() -> None:
+    figures = run_quickly("bench.costs")
+    assert 0 < figures["stage2_of_4_rows2_ms"] < figures["stage2_of_4_rows32_ms"]
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_exactness() -> None:
+    figures = run_quickly("bench.exactness")
+    assert figures["smollm2_identical"] == figures["smollm2_runs"] > 0
+    assert figures["smollm2_rejected"] > 0
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_wan() -> None:
+    assert run_quickly("bench.wan")["wan50"] > 0
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_two_nodes_that_draft() -> None:
+    figures = run_quickly("bench.two_nodes", "--model", "smollm2", "--users", "1", "--speculation")
+    assert figures["smollm2_two_nodes_one_user_spec"] > 0
+
+
+@pytest.mark.large
+@pytest.mark.slow
+def test_speculation() -> None:
+    figures = run_quickly("bench.speculation")
+    assert figures["spec_identical"] == 1.0
+    assert {"spec_mean", "spec_min", "spec_vs_genai"} <= figures.keys()
 
 
 @pytest.mark.export

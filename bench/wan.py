@@ -1,0 +1,172 @@
+"""Slow links: plain decoding, one window at a time and windows in flight, measured, and predicted by the simulator.
+
+Real nodes (`bench.ring`), a core each, their links through a proxy that delays. Three stages need three cores and are
+simulated; the prediction for two stands beside the measurement. Both take stage and draft times from
+`bench/results/costs.json` (`python -m bench.costs`) and the acceptance from the measurement itself.
+
+``python -m bench.wan [--rounds N] [--tokens N] [--plot FILE] [--quick]``
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bench import costs, models
+from bench.plot import Line, Plot
+from bench.report import cores, first_in_line, report, spread
+from bench.ring import BenchRing, Question, Setup, Stream, bench_ring, together
+from bench.simulated import HOP_S, IN_FLIGHT, ONE_WINDOW, PLAIN, forgetful, simulate
+from bench.simulator import Links
+from tests.prompts import PROMPTS
+
+DELAYS_MS = (0, 10, 50, 100)
+WAYS = {"plain": PLAIN, "one window": ONE_WINDOW, "windows in flight": IN_FLIGHT}
+USERS = (1, 2)
+ROUNDS = 3
+TOKENS = 64
+
+Key = tuple[int, str, int]
+"""Delay in ms, way, users."""
+
+
+@dataclass(slots=True)
+class Measured:
+    rates: list[float] = field(default_factory=list)
+    """Tokens per second of all users, of each round."""
+    drafted: int = 0
+    accepted: int = 0
+    answers: set[tuple[tuple[int, ...], ...]] = field(default_factory=set)
+
+    @property
+    def rate(self) -> float:
+        return statistics.median(self.rates)
+
+    def add(self, streams: Sequence[Stream]) -> None:
+        self.rates.append(together(streams))
+        self.drafted += sum(stream.use.drafted for stream in streams)
+        self.accepted += sum(stream.use.accepted for stream in streams)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.wan", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"counted (default: {ROUNDS})")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help=f"of each answer (default: {TOKENS})")
+    parser.add_argument("--plot", type=Path, help="write the curve as an SVG file")
+    parser.add_argument("--first", action="store_true", help="go before all other processes of a busy PC (Linux, root)")
+    parser.add_argument(
+        "--quick", action="store_true", help="SmolLM2 with n-gram, two delays, one round of 16 tokens, nothing kept"
+    )
+    arguments = parser.parse_args()
+    quick = arguments.quick
+    delays = (0, 50) if quick else DELAYS_MS
+    rounds, tokens = (1, 16) if quick else (arguments.rounds, arguments.tokens)
+    found = asyncio.run(measure(delays, rounds, tokens, quick, arguments.first))
+    figures = compare(found)
+    settings = {"rounds": rounds, "tokens": tokens, "delays_ms": delays, "first": arguments.first}
+    if not quick:
+        acceptance = accepted(found)
+        predicted = {stages: predict(stages, acceptance) for stages in (2, 3)}
+        figures |= beside(found, predicted)
+        settings["three_stages"] = "simulated"
+        if arguments.plot:
+            arguments.plot.write_text(plot(found, predicted).svg(), encoding="utf-8")
+    report("wan", figures, settings, keep=not quick)
+
+
+async def measure(delays: Sequence[int], rounds: int, tokens: int, quick: bool, first: bool) -> dict[Key, Measured]:
+    """Every way over every link, in turns; the first round warms up."""
+    target, draft = (models.smollm2(), None) if quick else (models.qwen_int4(), models.draft_int4())
+    setup = Setup(target, draft, (cores()[0], cores()[-1]))
+    found = {(delay, way, users): Measured() for delay in delays for way in WAYS for users in USERS}
+    async with bench_ring(setup) as ring:
+        for turn in range(rounds + 1):
+            for (delay, way, users), one in found.items():
+                ring.set_delay(delay / 1000)
+                streams = await ask(ring, way, users, turn, tokens, first)
+                if turn:
+                    one.add(streams)
+                    print(f"round {turn}: {delay} ms, {way}, {users}: {one.rates[-1]:.2f} tok/s", file=sys.stderr)
+    return found
+
+
+async def ask(ring: BenchRing, way: str, users: int, turn: int, tokens: int, first: bool) -> list[Stream]:
+    prompts = list(PROMPTS.values())
+    with first_in_line(first, ring.processes):
+        return await ring.ask(
+            [Question(prompts[(turn + user) % len(prompts)], tokens, WAYS[way]) for user in range(users)]
+        )
+
+
+def accepted(found: Mapping[Key, Measured]) -> float:
+    """Share of the drafted tokens that were accepted where one window is sent at a time."""
+    single = [one for (_, way, _), one in found.items() if way == "one window"]
+    return sum(one.accepted for one in single) / max(1, sum(one.drafted for one in single))
+
+
+def predict(stages: int, acceptance: float) -> dict[Key, float]:
+    """What the simulator says for the same, in tokens per second."""
+    measured = costs.kept()
+    draft = forgetful(costs.draft_costs(measured), acceptance)
+    return {
+        (delay, way, users): simulate(
+            costs.stage_costs(measured, stages), users, speculation, Links(delay / 1000, HOP_S), draft
+        ).rate
+        for delay in DELAYS_MS
+        for way, speculation in WAYS.items()
+        for users in USERS
+    }
+
+
+def compare(found: Mapping[Key, Measured]) -> dict[str, float]:
+    figures: dict[str, float] = {}
+    for key, one in found.items():
+        delay, way, users = key
+        base = found[delay, "plain", 1]
+        print(f"{delay:4} ms, {way:18} {users} users: {spread(one.rates)} tok/s, {one.rate / base.rate:.2f} of plain")
+        figures[f"{name(2, key)}_tokens_per_second"] = one.rate
+    farthest = max(delay for delay, _, _ in found)
+    full, plain = found[farthest, "windows in flight", 2], found[farthest, "plain", 1]
+    figures[f"wan{farthest}"] = full.rate / plain.rate
+    return figures
+
+
+def beside(found: Mapping[Key, Measured], predicted: Mapping[int, Mapping[Key, float]]) -> dict[str, float]:
+    """The predictions, and for two stages how far the measurement is from each."""
+    figures: dict[str, float] = {}
+    for stages, rates in predicted.items():
+        figures |= {f"{name(stages, key)}_predicted": rate for key, rate in rates.items()}
+        figures[f"wan100_stages{stages}_predicted"] = rates[100, "windows in flight", 2] / rates[100, "plain", 1]
+    off = [one.rate / predicted[2][key] for key, one in found.items()]
+    print(f"measured / predicted, 2 stages: {spread(off)}")
+    figures["measured_to_predicted"] = statistics.median(off)
+    return figures
+
+
+def name(stages: int, key: Key) -> str:
+    delay, way, users = key
+    return f"stages{stages}_{delay}ms_{way.replace(' ', '_')}_users{users}"
+
+
+def plot(found: Mapping[Key, Measured], predicted: Mapping[int, Mapping[Key, float]]) -> Plot:
+    """One user's speed over the delay: measured lines, and the predictions dashed."""
+    lines = []
+    for way in WAYS:
+        lines.append(Line(way, [(delay, found[delay, way, 1].rate) for delay in DELAYS_MS]))
+        lines.append(Line(way, [(delay, predicted[2][delay, way, 1]) for delay in DELAYS_MS], dashed=True))
+    return Plot(
+        "One user on two PCs over slow links",
+        "Qwen2.5-Coder-1.5B INT4, one core a PC. Solid: measured. Dashed: the simulator's prediction.",
+        "one-way delay of a link, ms",
+        "tok/s",
+        lines,
+    )
+
+
+if __name__ == "__main__":
+    main()

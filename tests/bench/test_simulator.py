@@ -1,0 +1,143 @@
+"""The simulator against what can be computed by hand, and its answers against plain decoding."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench.clock import Core, RowCosts, World
+from bench.simulated import PLAIN, Run, forgetful, simulate, timed_engine
+from bench.simulator import Draft, Links, Ring, User
+from swarm.coordinator.pace import Speculation
+from swarm.engine.selftest import segment
+
+NEAR = Links()
+PROMPT = tuple(range(40))
+
+
+def flat(milliseconds: float) -> RowCosts:
+    """The same for any number of rows."""
+    return RowCosts(((1, milliseconds), (2, milliseconds)))
+
+
+def always_right(milliseconds: float) -> Draft:
+    return forgetful(flat(milliseconds), acceptance=1.0)
+
+
+def by_hand(prompt: tuple[int, ...], count: int) -> list[int]:
+    engine = timed_engine(True, True)
+    ids = list(prompt)
+    while len(ids) < len(prompt) + count:
+        (output,) = engine.run([segment(0, 0, ids)])
+        ids += output.drawn
+    return ids[len(prompt) :]
+
+
+# --- the parts --------------------------------------------------------------------------------------------------------
+
+
+def test_a_core_is_shared_evenly() -> None:
+    world, ends = World(), []
+    core = Core(world)
+    for seconds in (1.0, 3.0):
+        core.run(seconds, lambda: ends.append(world.now))
+    world.after(3.0, lambda: core.run(0.5, lambda: ends.append(world.now)))
+    world.run(until=lambda: len(ends) == 3)
+    assert ends == pytest.approx([2.0, 4.0, 4.5])
+    assert core.busy_s == pytest.approx(4.5)
+
+
+def test_costs_are_straight_lines_between_what_was_measured() -> None:
+    costs = RowCosts(((2, 20.0), (4, 30.0), (8, 34.0)))
+    assert [costs.of(rows) for rows in (1, 2, 3, 4, 6, 8, 12)] == [20.0, 20.0, 25.0, 30.0, 32.0, 34.0, 38.0]
+
+
+def test_a_world_in_which_nothing_happens_is_noticed() -> None:
+    with pytest.raises(RuntimeError, match="stands still"):
+        World().run(until=lambda: False)
+
+
+# --- closed forms -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("delay_ms", [0.0, 50.0])
+def test_plain_decoding_takes_every_stage_and_every_link(stages: int, delay_ms: float) -> None:
+    found = simulate([flat(20.0)] * stages, 1, PLAIN, Links(delay_ms / 1000), None)
+    links = stages if stages > 1 else 0
+    assert 1000 / found.rate == pytest.approx(20.0 * stages + delay_ms * links)
+    assert found.wasted == pytest.approx(0.0)
+
+
+def test_users_fill_the_stages() -> None:
+    alone = simulate([flat(20.0)] * 3, 1, PLAIN, NEAR, None)
+    three = simulate([flat(20.0)] * 3, 3, PLAIN, NEAR, None)
+    assert three.rate == pytest.approx(3 * alone.rate, rel=0.02)
+    assert three.busy == pytest.approx((1.0, 1.0, 1.0), abs=0.05)
+
+
+def test_eight_users_on_one_pc_share_each_forward() -> None:
+    costs = RowCosts(((1, 20.0), (8, 48.0)))
+    found = simulate([costs], 8, PLAIN, NEAR, None)
+    in_halves = 8000 / (2 * costs.of(4))
+    assert in_halves * 0.99 < found.rate < 8000 / costs.of(8) * 1.01
+
+
+@pytest.mark.parametrize("k", [1, 3, 7])
+@pytest.mark.parametrize("stages", [1, 3])
+def test_one_window_at_a_time_with_a_draft_that_is_always_right(k: int, stages: int) -> None:
+    only_model = Speculation(fixed_k=k, fixed_depth=1, ngram=False)
+    found = simulate([flat(20.0)] * stages, 1, only_model, Links(0.010), always_right(5.0))
+    links = stages if stages > 1 else 0
+    assert 1000 * (k + 1) / found.rate == pytest.approx(5.0 * k + 20.0 * stages + 10.0 * links, rel=0.05)
+
+
+def test_windows_in_flight_hide_the_links() -> None:
+    costs, links, draft = [flat(20.0)] * 2, Links(0.100), always_right(0.1)
+    one = simulate(costs, 1, Speculation(fixed_k=3, fixed_depth=1, ngram=False), links, draft)
+    four = simulate(costs, 1, Speculation(fixed_k=3, fixed_depth=4, ngram=False), links, draft)
+    assert four.rate > 2.5 * one.rate
+
+
+def test_a_draft_that_is_always_wrong_wastes_its_rows() -> None:
+    never = forgetful(flat(1.0), acceptance=0.0)
+    found = simulate([flat(20.0)], 1, Speculation(fixed_k=3, fixed_depth=1, ngram=False), NEAR, never)
+    assert 0.2 < found.wasted <= 3 / 4
+
+
+def test_the_same_world_gives_the_same_figures() -> None:
+    def once() -> Run:
+        draft = forgetful(flat(7.0), acceptance=0.7)
+        return simulate([flat(20.0)] * 3, 4, Speculation(), Links(0.013), draft)
+
+    assert once() == once()
+
+
+# --- the text ---------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    stages=st.integers(1, 4),
+    users=st.integers(1, 4),
+    acceptance=st.floats(0.0, 1.0),
+    delay_ms=st.floats(0.0, 80.0),
+    draft_ms=st.floats(0.1, 30.0),
+    k=st.none() | st.integers(1, 10),
+    depth=st.none() | st.integers(1, 4),
+)
+def test_the_text_is_the_plain_one(
+    stages: int, users: int, acceptance: float, delay_ms: float, draft_ms: float, k: int | None, depth: int | None
+) -> None:
+    engines = [timed_engine(index == 0, index == stages - 1) for index in range(stages)]
+    costs = [RowCosts(((1, 15.0), (8, 22.0)))] * stages
+    ring = Ring(World(), engines, costs, Links(delay_ms / 1000), forgetful(flat(draft_ms), acceptance))
+    way = Speculation(fixed_k=k, fixed_depth=depth)
+    asked = [User(PROMPT[number:], 24, home=number % stages, speculation=way) for number in range(users)]
+    for user, one in zip(asked, ring.ask(asked), strict=True):
+        assert one.answer.tokens == by_hand(user.prompt, 24)
+        assert one.session.counters.replays == 0
+        assert all(earlier <= later for earlier, later in itertools.pairwise(one.answer.times_s))
