@@ -2,6 +2,6 @@
 
 SOFTWARE_VERSION = "0.1.0"
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Compared for equality in the handshake. Raised when a peer that does not know of a change would misread a frame;
 a message or field appended at the end does not raise it."""

@@ -37,7 +37,7 @@ UNKNOWN_SPEED = 1e9
 """Bytes per second of a node without a measurement, where no other node has one: a slow laptop."""
 
 TIE = 1.03
-"""Bottlenecks within this factor are the same; then the plan that moves the fewest layers is taken."""
+"""Bottlenecks within this factor are the same; then the plan that moves the fewest bytes is taken."""
 
 EXHAUSTIVE_NODES = 4
 """Up to this many nodes every subset in every order is tried (64 of them); beyond, the best k by share."""
@@ -78,7 +78,7 @@ class Ring:
     stages: tuple[Stage, ...]
     prediction: Prediction
     moved: int
-    """Layers that a node would have to get because the previous plan gave it others."""
+    """Bytes that nodes would have to get because the previous plan gave them others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +249,7 @@ def _candidate(problem: Problem, used: Sequence[int], ranges: Sequence[tuple[int
         stages.append(Stage(offer.node, offer.name, start, end, offer.device, load.stage_memory(start, end)))
         compute.append(load.compute(start, end, end == load.layers) / problem.speeds[index] * 1e3)
     prediction = forecast([problem.offers[index] for index in used], compute)
-    return Ring(tuple(stages), prediction, _moved(stages, problem.previous))
+    return Ring(tuple(stages), prediction, _moved(problem, stages))
 
 
 def forecast(used: Sequence[Offer], compute_ms: Sequence[float]) -> Prediction:
@@ -267,13 +267,24 @@ def _own_hop(offer: Offer) -> float:
     return max(0.0, offer.round_trip_ms) / 2 + HOP_OVERHEAD_MS
 
 
-def _moved(stages: Sequence[Stage], previous: Plan | None) -> int:
+def _moved(problem: Problem, stages: Sequence[Stage]) -> int:
+    model, previous = problem.model, problem.previous
+    sizes = {"embedding": model.embedding_bytes, "head": model.head_bytes}
     moved = 0
     for stage in stages:
-        old = previous.stage_of(stage.node) if previous else None
-        kept = max(0, min(stage.end, old.end) - max(stage.start, old.start)) if old else 0
-        moved += stage.end - stage.start - kept
+        old = previous.stage_of(stage.node) if previous and previous.model == model.manifest else None
+        held = old.layers if old else range(0)
+        moved += sum(model.layer_bytes[layer] for layer in stage.layers if layer not in held)
+        moved += sum(sizes[end] for end in _ends(model, stage) - (_ends(model, old) if old else set()))
     return moved
+
+
+def _ends(model: ModelShape, stage: Stage) -> set[str]:
+    """What a stage holds beside its layers."""
+    found = {"embedding"} if stage.start == 0 else set()
+    if stage.end == len(model.layer_bytes):
+        found |= {"head", "embedding"} if model.head_uses_embedding else {"head"}
+    return found
 
 
 def quantized_speeds(offers: Sequence[Offer]) -> list[float]:

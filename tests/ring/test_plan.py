@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations, pairwise, permutations
 
@@ -641,3 +642,38 @@ def test_plans_an_honest_proposer_makes_are_not() -> None:
     check_plan(make_plan(model(), [offer(1), offer(2)], EPOCH))
     check_plan(make_plan(model(), [], EPOCH))
     check_plan(Plan(EPOCH, MANIFEST, (stage(1, 0, 5), stage(2, 5, 9), stage(3, 0, 9), stage(4, 0, 2), stage(5, 2, 9))))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_join_moves_as_few_bytes_as_any_order_of_the_pcs(tied: bool) -> None:
+    """The newcomer takes its layers where embedding and head stay with those who have them."""
+    shape = model(layers=30, embedding=40 * MB, head=0 if tied else 40 * MB, tied=tied)
+    offers = [offer(number, speed=1e8) for number in range(3)]
+    two = make_plan(shape, offers[:2], EPOCH)
+    three = make_plan(shape, offers, EPOCH, previous=two)
+    assert [len(two.stages), len(three.stages)] == [2, 3]
+    orders = permutations(stage.node for stage in three.stages)
+    assert moved(shape, two, three.stages) == min(
+        moved(shape, two, [replace(stage, node=node) for stage, node in zip(three.stages, order, strict=True)])
+        for order in orders
+    )
+
+
+def moved(shape: ModelShape, before: Plan, stages: Sequence[Stage]) -> int:
+    """Bytes that nodes lack."""
+    return sum(
+        size for stage in stages for part, size in parts(shape, stage) if (part, size) not in held(shape, before, stage)
+    )
+
+
+def held(shape: ModelShape, before: Plan, stage: Stage) -> list[tuple[str, int]]:
+    old = before.stage_of(stage.node)
+    return parts(shape, old) if old else []
+
+
+def parts(shape: ModelShape, stage: Stage) -> list[tuple[str, int]]:
+    found = [(f"layer {layer}", shape.layer_bytes[layer]) for layer in stage.layers]
+    last = stage.end == len(shape.layer_bytes)
+    if stage.start == 0 or (last and shape.head_uses_embedding):
+        found.append(("embedding", shape.embedding_bytes))
+    return [*found, ("head", shape.head_bytes)] if last else found
