@@ -249,7 +249,9 @@ def test_the_proofs_are_those_of_the_protocol_page(alice: Credentials, bob: Cred
     proof = said(d.handle(said(side.handle(d.hello()).send, Challenge)).send, Proof)
     welcome = said(side.handle(proof).send, Welcome)
     prints = [hashlib.sha256(who.identity.certificate).digest() for who in (alice, bob)]
-    transcript = framed(b"transcript", b"1", b"office", *prints, b"d" * 32, b"l" * 32, b"paired")
+    transcript = framed(
+        b"transcript", str(PROTOCOL_VERSION).encode(), b"office", *prints, b"d" * 32, b"l" * 32, b"paired"
+    )
     assert proof.digest == hmac.new(SECRET, framed(b"dialler", transcript), hashlib.sha256).digest()
     assert welcome.digest == hmac.new(SECRET, framed(b"listener", transcript), hashlib.sha256).digest()
     assert verify(alice.identity.certificate, proof.signature, framed(b"signature", transcript))
