@@ -65,6 +65,7 @@ def test_rewind() -> None:
 def test_beam_idx() -> None:
     figures = run_quickly("bench.beam_idx")
     assert (figures["fused_with"], figures["fused_without"]) == (30, 0)
+    assert figures["with_64_tokens_per_second"] > 0
 
 
 @pytest.mark.model
