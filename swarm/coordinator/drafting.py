@@ -21,8 +21,9 @@ from swarm.coordinator.token_log import TokenLog
 PROBE_TOKENS = 1
 """Asked of the model where its speed is to be measured."""
 
-PROBE_AFTER = 8
-"""Tokens without the draft model until it is tried again; doubles while it does not pay."""
+PROBE_AFTER = 6
+"""Tokens without the draft model until it is tried again, as long as it may pay. It reads what it missed; to try it
+seldom would cost no less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +95,11 @@ class Tally:
 class Drafting:
     """One for each session. It hears of every change of the log's certain part and of its drafted tail."""
 
-    def __init__(self, settings: Speculation, stages: int, window: int) -> None:
-        """`window`: windows in flight that the session allows."""
+    def __init__(self, settings: Speculation, stages: int, window: int, holds_stage: bool = True) -> None:
+        """As `Pace` has it."""
         self._settings = settings
         self._window = window
-        self._pace = Pace(settings, stages, window)
+        self._pace = Pace(settings, stages, window, holds_stage)
         self._index = NgramIndex()
         self._guesses: deque[Guess] = deque()
         self._stop_tokens: frozenset[int] = frozenset()
@@ -116,7 +117,6 @@ class Drafting:
         """Length of the log at which the draft model expects the end."""
         self._unused = 0
         """Tokens since the draft model last answered."""
-        self._probe_after = PROBE_AFTER
         self.waiting = False
         """The next window waits for the draft model."""
 
@@ -129,13 +129,18 @@ class Drafting:
         self._stop_tokens = turn.stop_tokens
         self._model = self._settings.enabled and self._settings.model and turn.draft_model
         self._warm = self._warming = False
-        self._probe_after, self._unused, self._dry_at = PROBE_AFTER, 0, None
+        self._unused, self._dry_at = 0, None
+        self._pace.new_text()
         self.clear(kept)
         self._remember(log.ids(kept, len(log)))
 
-    def new_ring(self, stages: int) -> None:
+    def new_ring(self, stages: int, holds_stage: bool) -> None:
         """Whatever was measured of the old one tells nothing; how good drafts are, it does."""
-        self._pace.measure_anew(stages)
+        self._pace.measure_anew(stages, holds_stage)
+
+    def share(self, others: int) -> None:
+        """So many other sessions run on the ring."""
+        self._pace.share(others)
 
     def clear(self, certain: int) -> None:
         """The log ends at `certain`: nothing is drafted any more, nothing asked."""
@@ -175,12 +180,13 @@ class Drafting:
         self._drafted_at = now
         if not current or answer.start != self._asked:
             return
-        self._asked, self.waiting, self._unused = None, False, 0
+        up_to_date, self._unused = self._unused < PROBE_AFTER, 0
+        self._asked, self.waiting = None, False
         if not answer.tokens:
             self._model = False
             return
-        if warm:
-            self._pace.drafted(len(answer.tokens), answer.seconds, self._asked_in_flight)
+        if warm and not self._asked_in_flight and (up_to_date or not self._pace.model_measured):
+            self._pace.drafted(len(answer.tokens), answer.seconds)
         tokens = self._before_stop(answer.tokens)
         for position, token in enumerate(tokens[: len(log) - answer.start], answer.start):
             right = log.ids(position, position + 1) == (token,)
@@ -215,7 +221,6 @@ class Drafting:
         left = self._left(log)[:count]
         by_model = self._by_model(log, left, count)
         if by_model is not None and (by_model.rate > choice.rate or (self._settings.fixed_k and not choice.k)):
-            self._probe_after = PROBE_AFTER
             guesses, choice = left, by_model
         elif left and (free := self._pace.choose([MODEL] * len(left))).rate > choice.rate:
             guesses, choice = left, free
@@ -224,7 +229,6 @@ class Drafting:
         if choice.k and not guesses:
             return self._ask(len(log), choice.k, in_flight)
         if not in_flight and guesses is not left and self._probe_is_due(log):
-            self._probe_after *= 2
             return self._ask(len(log), min(count, PROBE_TOKENS), in_flight)
         warm_up = self._warm_up(len(log))
         self._guess(log, guesses)
@@ -257,11 +261,12 @@ class Drafting:
         able = self._model and self._warm and self._dry_at != len(log)
         if not able or self._settings.fixed_k is not None or self._pace.plain_s is None:
             return False
-        return not self._pace.model_measured or self._unused >= self._probe_after
+        due = not self._pace.model_measured or self._unused >= PROBE_AFTER
+        return due and self._pace.promising
 
     def _warm_up(self, position: int) -> int:
         """Tokens to ask for, unawaited, so that the model reads the prompt while the ring goes on."""
-        if not self._model or self._warm or self._warming:
+        if not self._model or self._warm or self._warming or not self._pace.promising:
             return 0
         self._asked, self._warming = position, True
         return 1

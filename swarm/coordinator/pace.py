@@ -6,9 +6,8 @@ where those before it are. What is measured:
 - c: for each source of drafts, how many were accepted of those that were compared, the newest counting most.
 - L(r): latency, seconds from sending r rows into an idle ring to their tokens; a line through the trips of the windows.
 - s: the step, seconds between the answers to windows that follow one another closely, which is what the busiest stage
-  takes. Until it is measured, L / stages.
-- t: seconds to draft one token while the ring is idle, and t' while windows are in flight: the draft model may share a
-  device with a stage. 0 for n-gram.
+  takes: where they were queued, and where answers come closer than was believed. Until it is measured, L / stages.
+- t: seconds to draft one token with nothing in flight. 0 for n-gram.
 
 One window at a time brings E(k) = 1 + c_1 + c_1 c_2 + … tokens and takes k t + L(k+1). For equal chances a, E(k) is
 (1 - a^(k+1)) / (1 - a) (Leviathan et al. 2023, section 3).
@@ -18,9 +17,23 @@ correction waits for the stage that runs it all the same. From one rejection to 
 chance that the first window is accepted whole, its last draw too::
 
     tokens  = E(k) + c_1 … c_k a / (1 - a)
-    seconds = k t + wait + L(k+1) + S / (1 - a^k) max(s, k t', L/d)
+    seconds = k t + wait + L(k+1) + S / (1 - a^k) max(s + k t, (k t + L)/d)
 
-where `wait` is s on one stage and s/2 on several, as much of the time as the first stage is busy.
+where `wait` is s on one stage and s/2 on several, as much of the time as the first stage is busy. A draft model whose
+device holds a stage does the work of both for each window, s + k t; on a device of its own max(s, k t) stands for it.
+
+The ring is shared by U sessions on N stages, and each choice is rated as if all of them made it: what is good for one
+alone is then never bad for all. Sessions that draft nothing, or that copy, keep step: a stage runs m = max(1, U/N) of
+them in one forward, so that k rows more cost k m rows: L(1 + k m) stands for L(k+1), and s U/m for s between windows.
+Windows that a model drafts come at their own times. They share no forward, and where the draft model's device holds a
+stage, each is in the way of the other: on the average a window waits for one step of each other session, and once more
+for the share of the time that goes into drafting (the balanced job bounds of Zahorjan et al. 1982, for two kinds of
+work)::
+
+    busy = (U - 1) s (1 + k t / (k t + L))
+
+is added to L, and to s. So a model drafts where stages would stand idle, and hardly where
+U >= N keeps them busy.
 
 The choice is the smallest setting whose rate is within 2% of the best: rows that bring nothing are taken from others.
 Plain decoding is k = 0. The first windows of a session are plain: they measure what drafting has to beat.
@@ -28,6 +41,7 @@ Plain decoding is k = 0. The first windows of a session are plain: they measure 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -47,6 +61,9 @@ PRIOR_CHANCE = {MODEL: 0.65, 2: 0.3, 3: 0.45, 4: 0.55, 5: 0.65, 6: 0.7, 7: 0.75,
 """Assumed acceptance. It counts as much as `PRIOR_WEIGHT` judged tokens, and fades as they do."""
 
 PRIOR_WEIGHT = 4.0
+PRIOR_TOKEN = 0.15
+"""Of the latency of a row: what the model is assumed to take for a token before it is measured."""
+
 MEMORY = 0.94
 """What is left of a judged token's weight after the next: about 16 tokens are remembered."""
 
@@ -61,6 +78,10 @@ SLOPE_WEIGHT = 4.0
 
 LATENCY_MEMORY = 0.95
 """What is left of a measured latency's weight after the next."""
+
+HELD_UP = 1.5
+"""Where a window is faster by this factor, those before it were held up, by others' prompts say: all of them together
+count as one from then on. Plain decoding must not look slower than it is."""
 
 NEW_SHARE = 0.25
 """Of a new measurement in a running mean."""
@@ -99,6 +120,19 @@ class Choice:
     """Predicted tokens per second."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Drafts:
+    """What can be expected of a window's drafts."""
+
+    k: int
+    tokens: float
+    """E(k)."""
+    whole: float
+    """The chance that all are right."""
+    last: float
+    """The chance of the last one, where those before it are right."""
+
+
 class Latency:
     """Seconds through an idle ring by rows: a straight line through what was measured, the newest counting most.
 
@@ -116,17 +150,20 @@ class Latency:
         return self._weight > 0.0
 
     def add(self, rows: int, seconds: float) -> None:
+        memory = LATENCY_MEMORY
         if self.measured:
             seconds = min(seconds, MAX_JUMP * self.at(rows))
-        old = self._weight * LATENCY_MEMORY
+            if HELD_UP * seconds < self.at(rows):
+                memory = min(memory, 1.0 / self._weight)
+        old = self._weight * memory
         self._weight = old + 1.0
         far, late = rows - self._rows, max(seconds, CLOCK_TICK_S) - self._seconds
         self._rows += far / self._weight
         self._seconds += late / self._weight
-        self._rows_rows = self._rows_rows * LATENCY_MEMORY + old / self._weight * far * far
-        self._rows_seconds = self._rows_seconds * LATENCY_MEMORY + old / self._weight * far * late
+        self._rows_rows = self._rows_rows * memory + old / self._weight * far * far
+        self._rows_seconds = self._rows_seconds * memory + old / self._weight * far * late
 
-    def at(self, rows: int) -> float:
+    def at(self, rows: float) -> float:
         """Without any measurement: in units of one row's."""
         if not self.measured:
             return 1.0 + PRIOR_SLOPE * (rows - 1)
@@ -136,19 +173,21 @@ class Latency:
 
 
 class Pace:
-    def __init__(self, settings: Speculation, stages: int, window: int) -> None:
-        """`window`: windows in flight that the session allows."""
+    def __init__(self, settings: Speculation, stages: int, window: int, holds_stage: bool = True) -> None:
+        """`window`: windows in flight that the session allows; `holds_stage`: so does the draft model's device."""
         self._settings = settings
         self._window = window
+        self._others = 0
         self._counts = {source: (chance * PRIOR_WEIGHT, PRIOR_WEIGHT) for source, chance in PRIOR_CHANCE.items()}
         """Source to the weights of accepted and of judged tokens."""
-        self._token_s: dict[bool, float] = {}
-        """To draft one token with the model, by whether windows were in flight meanwhile: they may share a device."""
-        self.measure_anew(stages)
+        self._token_s: float | None = None
+        """To draft one token with the model."""
+        self.measure_anew(stages, holds_stage)
 
-    def measure_anew(self, stages: int) -> None:
+    def measure_anew(self, stages: int, holds_stage: bool) -> None:
         """Another ring: its times are not known yet; how good drafts are stays known."""
         self._stages = max(1, stages)
+        self._holds_stage = holds_stage
         self._latency = Latency()
         self._windows = 0
         self._step_share = 1.0 / self._stages
@@ -164,7 +203,25 @@ class Pace:
 
     @property
     def model_measured(self) -> bool:
-        return bool(self._token_s)
+        return self._token_s is not None
+
+    @property
+    def promising(self) -> bool:
+        """It may be tried: the model would pay if it were a standard error better than found, or as good as assumed."""
+        if self._settings.fixed_k is not None:
+            return True
+        chance, (_, judged) = self.chance(MODEL), self._counts[MODEL]
+        hoped = chance + math.sqrt(chance * (1.0 - chance) / judged)
+        chances = [max(chance, min(hoped, PRIOR_CHANCE[MODEL]))] * self._settings.max_k
+        return max(choice.rate for choice in self._drafting_choices(chances, drafted=False)) > self._plain_rate
+
+    @property
+    def _plain_rate(self) -> float:
+        return 1.0 / self._latency.at(1)
+
+    def share(self, others: int) -> None:
+        """So many other sessions run on the ring."""
+        self._others = others
 
     # --- measuring --------------------------------------------------------------------------------------------------
 
@@ -173,24 +230,31 @@ class Pace:
         right, all_ = self._counts[source]
         self._counts[source] = (right * MEMORY + accepted, all_ * MEMORY + 1.0)
 
+    def new_text(self) -> None:
+        """How good the model was counts for no more than what is assumed of any."""
+        right, all_ = self._counts[MODEL]
+        share = min(1.0, PRIOR_WEIGHT / all_)
+        self._counts[MODEL] = right * share, all_ * share
+
     def chance(self, source: int) -> float:
         """That a draft of `source` is the target's token."""
         right, all_ = self._counts[source]
         return min(MAX_CHANCE, right / all_)
 
-    def drafted(self, tokens: int, seconds: float, in_flight: bool) -> None:
-        """The model drafted `tokens` in `seconds`, while windows were in flight or not."""
+    def drafted(self, tokens: int, seconds: float) -> None:
+        """The model drafted `tokens` in `seconds`, with nothing in flight that may have shared its device."""
         each = seconds / tokens
-        usual = self._token_s.setdefault(in_flight, each)
-        self._token_s[in_flight] = usual + NEW_SHARE * (min(each, MAX_JUMP * usual) - usual)
+        usual = each if self._token_s is None else self._token_s
+        self._token_s = usual + NEW_SHARE * (min(each, MAX_JUMP * usual) - usual)
 
     def answered(self, rows: int, sent_at: float, now: float, drafting: bool) -> None:
         """A window came back; `drafting`: meanwhile the model drafted, so that its trip is not that of an idle ring."""
         trip, usual, since = now - sent_at, self._latency.at(rows), now - self._answered_at
-        queued = sent_at < self._answered_at and trip > QUEUED * usual
+        behind = sent_at < self._answered_at
+        queued = behind and trip > QUEUED * usual
         if not self._disturbed and not queued and not drafting:
             self._latency.add(rows, trip)
-        elif not self._disturbed and queued and self._latency.measured:
+        if not self._disturbed and behind and self._latency.measured and (queued or since < self._step_share * usual):
             self._step_share += NEW_SHARE * (min(1.0, since / usual) - self._step_share)
         self._disturbed = False
         self._answered_at = now
@@ -214,19 +278,22 @@ class Pace:
         known = self._windows >= PLAIN_WINDOWS and (drafted or (self._latency.measured and self.model_measured))
         drafting = bool(chances) and (known or fixed is not None)
         if not drafting or fixed is None:
-            yield Choice(0, 1, 1.0 / self._latency.at(1))
-        if not drafting:
-            return
-        alone = 0.0 if drafted else self._token_s.get(False, 0.0)
-        beside = 0.0 if drafted else self._token_s.get(True, alone)
+            yield Choice(0, 1, self._plain_rate)
+        if drafting:
+            yield from self._drafting_choices(chances, drafted)
+
+    def _drafting_choices(self, chances: Sequence[float], drafted: bool) -> Iterator[Choice]:
+        fixed = self._settings.fixed_k
+        token_s = PRIOR_TOKEN * self._latency.at(1) if self._token_s is None else self._token_s
         tokens, whole = 1.0, 1.0
         most = min(len(chances), fixed or self._settings.max_k)
         for k, last in enumerate(chances[:most], 1):
             whole *= last
             tokens += whole
             if fixed is None or k == most:
+                drafts = _Drafts(k, tokens, whole, last)
                 for depth in self._depths():
-                    rate = self._rate(k, depth, tokens, whole, last, (k * alone, k * beside))
+                    rate = self._copied_rate(drafts, depth) if drafted else self._drafted_rate(drafts, depth, token_s)
                     yield Choice(k, depth, rate)
 
     def _depths(self) -> Sequence[int]:
@@ -236,15 +303,28 @@ class Pace:
             return (1,)
         return [depth for depth in DEPTHS if depth <= min(2 * self._stages, self._window)]
 
-    def _rate(
-        self, k: int, depth: int, tokens: float, whole: float, last: float, draft_s: tuple[float, float]
-    ) -> float:
-        """Tokens per second; `tokens` is E(k), `whole` the chance that all k are right, `draft_s` alone and beside."""
-        latency, (alone, beside) = self._latency.at(k + 1), draft_s
-        if depth == 1:
-            return tokens / (alone + latency)
+    def _copied_rate(self, drafts: _Drafts, depth: int) -> float:
+        """Tokens per second with drafts that are there already: all sessions keep step."""
+        users = self._others + 1
+        crowd = max(1.0, users / self._stages)
+        latency = self._latency.at(1 + drafts.k * crowd)
         step = self._step_share * latency
-        interval = max(step, beside, latency / depth)
+        return self._rate(drafts, depth, latency, step, max(users / crowd * step, latency / depth))
+
+    def _drafted_rate(self, drafts: _Drafts, depth: int, token_s: float) -> float:
+        """Tokens per second with drafts that the model makes, in so many seconds each: every window for itself."""
+        draft, latency = drafts.k * token_s, self._latency.at(drafts.k + 1)
+        step = self._step_share * latency
+        shared = draft if self._holds_stage else 0.0
+        busy = self._others * step * (1.0 + shared / (draft + latency))
+        trip = draft + latency + busy
+        return self._rate(drafts, depth, trip, step, max(step + busy + shared, draft, trip / depth))
+
+    def _rate(self, drafts: _Drafts, depth: int, trip: float, step: float, interval: float) -> float:
+        """`trip`: seconds from one window to the next, one at a time; `interval`: with `depth` of them in flight."""
+        if depth == 1:
+            return drafts.tokens / trip
         wait = step * min(1.0, step / interval) * (1.0 if self._stages == 1 else 0.5)
-        following = whole * last / (1.0 - last**k)
-        return (tokens + whole * last / (1.0 - last)) / (alone + wait + latency + following * interval)
+        whole, last = drafts.whole, drafts.last
+        following = whole * last / (1.0 - last**drafts.k)
+        return (drafts.tokens + whole * last / (1.0 - last)) / (wait + trip + following * interval)
