@@ -304,6 +304,11 @@ class Ring:
         self.world.run(until=lambda: all(conversation.over for conversation in found))
         return found
 
+    @property
+    def running(self) -> int:
+        """Answers being written."""
+        return sum(one.running for one in self._conversations.values())
+
     def enter(self, home: int, segment: Segment) -> None:
         self._send(home, 0, partial(self.stages[0].deliver, segment))
 
@@ -335,16 +340,19 @@ class Conversation:
         self.answer = Answer()
         self.session = Session(name, node, ring.plan, user.limits, Counters(), user.speculation)
         self.over = False
+        self.running = False
         self._ring = ring
         self._wakes: float | None = None
 
     def begin(self) -> None:
         user = self.user
+        self.running = True
         drafts = bool(self._ring.drafts)
         self.handle(Begin(user.prompt, MODEL, CONTEXT_TOKENS, user.sampling, user.tokens, draft_model=drafts))
 
     def handle(self, event: Event) -> None:
         now = self._ring.world.now
+        self.session.share_ring(self._ring.running - 1)
         for effect in self.session.handle(event, now):
             self._carry_out(effect)
         if self.over:
@@ -372,5 +380,5 @@ class Conversation:
         elif isinstance(effect, Fail):
             raise effect.error
         elif isinstance(effect, Finish):
-            self.over = True
+            self.over, self.running = True, False
             self._ring.close_session(self.user.home, self.session.id)

@@ -360,6 +360,12 @@ class Coordinator:
             self.close_session(session.id, _nodes(session.plan))
             raise
 
+    def others(self, turn: Turn) -> int:
+        stages = turn.plan.stages
+        here = sum(other.plan.stages == stages for other in self._turns.values()) - 1
+        loads = zip(self._plan.rings, self._ring.loads(), strict=False)
+        return here + sum(load.sessions for ring, load in loads if ring == stages)
+
     def emitted(self, tokens: int) -> None:
         self._meter.add(tokens, self._clock())
 

@@ -137,6 +137,10 @@ class Drafting:
         """Whatever was measured of the old one tells nothing; how good drafts are, it does."""
         self._pace.measure_anew(stages)
 
+    def share(self, others: int) -> None:
+        """So many other sessions run on the ring."""
+        self._pace.share(others)
+
     def clear(self, certain: int) -> None:
         """The log ends at `certain`: nothing is drafted any more, nothing asked."""
         self._guesses.clear()
@@ -257,11 +261,12 @@ class Drafting:
         able = self._model and self._warm and self._dry_at != len(log)
         if not able or self._settings.fixed_k is not None or self._pace.plain_s is None:
             return False
-        return not self._pace.model_measured or self._unused >= self._probe_after
+        due = not self._pace.model_measured or self._unused >= self._probe_after
+        return due and self._pace.promising
 
     def _warm_up(self, position: int) -> int:
         """Tokens to ask for, unawaited, so that the model reads the prompt while the ring goes on."""
-        if not self._model or self._warm or self._warming:
+        if not self._model or self._warm or self._warming or not self._pace.promising:
             return 0
         self._asked, self._warming = position, True
         return 1

@@ -22,6 +22,19 @@ chance that the first window is accepted whole, its last draw too::
 
 where `wait` is s on one stage and s/2 on several, as much of the time as the first stage is busy.
 
+The ring is shared by U sessions on N stages, and each choice is rated as if all of them made it: what is good for one
+alone is then never bad for all. Sessions that draft nothing, or that copy, keep step: a stage runs m = max(1, U/N) of
+them in one forward, so that k rows more cost k m rows: L(1 + k m) stands for L(k+1), and s U/m for s between windows.
+Windows that a model drafts come at their own times. They share no forward, and where the draft model's device holds a
+stage, each is in the way of the other: on the average a window waits for one step of each other session, and once more
+for the share of the time that goes into drafting (the balanced job bounds of Zahorjan et al. 1982, for two kinds of
+work)::
+
+    busy = (U - 1) s (1 + k t / (k t + L))
+
+is added to the seconds, and to s between windows. So a model drafts where stages would stand idle, and hardly where
+U >= N keeps them busy.
+
 The choice is the smallest setting whose rate is within 2% of the best: rows that bring nothing are taken from others.
 Plain decoding is k = 0. The first windows of a session are plain: they measure what drafting has to beat.
 """
@@ -47,6 +60,9 @@ PRIOR_CHANCE = {MODEL: 0.65, 2: 0.3, 3: 0.45, 4: 0.55, 5: 0.65, 6: 0.7, 7: 0.75,
 """Assumed acceptance. It counts as much as `PRIOR_WEIGHT` judged tokens, and fades as they do."""
 
 PRIOR_WEIGHT = 4.0
+PRIOR_TOKEN = 0.25
+"""Of the latency of a row: what the model is assumed to take for a token before it is measured."""
+
 MEMORY = 0.94
 """What is left of a judged token's weight after the next: about 16 tokens are remembered."""
 
@@ -99,6 +115,19 @@ class Choice:
     """Predicted tokens per second."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Drafts:
+    """What can be expected of a window's drafts."""
+
+    k: int
+    tokens: float
+    """E(k)."""
+    whole: float
+    """The chance that all are right."""
+    last: float
+    """The chance of the last one, where those before it are right."""
+
+
 class Latency:
     """Seconds through an idle ring by rows: a straight line through what was measured, the newest counting most.
 
@@ -126,7 +155,7 @@ class Latency:
         self._rows_rows = self._rows_rows * LATENCY_MEMORY + old / self._weight * far * far
         self._rows_seconds = self._rows_seconds * LATENCY_MEMORY + old / self._weight * far * late
 
-    def at(self, rows: int) -> float:
+    def at(self, rows: float) -> float:
         """Without any measurement: in units of one row's."""
         if not self.measured:
             return 1.0 + PRIOR_SLOPE * (rows - 1)
@@ -140,6 +169,7 @@ class Pace:
         """`window`: windows in flight that the session allows."""
         self._settings = settings
         self._window = window
+        self._others = 0
         self._counts = {source: (chance * PRIOR_WEIGHT, PRIOR_WEIGHT) for source, chance in PRIOR_CHANCE.items()}
         """Source to the weights of accepted and of judged tokens."""
         self._token_s: dict[bool, float] = {}
@@ -165,6 +195,22 @@ class Pace:
     @property
     def model_measured(self) -> bool:
         return bool(self._token_s)
+
+    @property
+    def promising(self) -> bool:
+        """The model would pay if its drafts were as good as is assumed of any: it may be tried."""
+        if self._settings.fixed_k is not None:
+            return True
+        chances = [max(self.chance(MODEL), PRIOR_CHANCE[MODEL])] * self._settings.max_k
+        return max(choice.rate for choice in self._drafting_choices(chances, drafted=False)) > self._plain_rate
+
+    @property
+    def _plain_rate(self) -> float:
+        return 1.0 / self._latency.at(1)
+
+    def share(self, others: int) -> None:
+        """So many other sessions run on the ring."""
+        self._others = others
 
     # --- measuring --------------------------------------------------------------------------------------------------
 
@@ -214,19 +260,23 @@ class Pace:
         known = self._windows >= PLAIN_WINDOWS and (drafted or (self._latency.measured and self.model_measured))
         drafting = bool(chances) and (known or fixed is not None)
         if not drafting or fixed is None:
-            yield Choice(0, 1, 1.0 / self._latency.at(1))
-        if not drafting:
-            return
-        alone = 0.0 if drafted else self._token_s.get(False, 0.0)
-        beside = 0.0 if drafted else self._token_s.get(True, alone)
+            yield Choice(0, 1, self._plain_rate)
+        if drafting:
+            yield from self._drafting_choices(chances, drafted)
+
+    def _drafting_choices(self, chances: Sequence[float], drafted: bool) -> Iterator[Choice]:
+        fixed = self._settings.fixed_k
+        alone = self._token_s.get(False, PRIOR_TOKEN * self._latency.at(1))
+        token_s = None if drafted else (alone, self._token_s.get(True, alone))
         tokens, whole = 1.0, 1.0
         most = min(len(chances), fixed or self._settings.max_k)
         for k, last in enumerate(chances[:most], 1):
             whole *= last
             tokens += whole
             if fixed is None or k == most:
+                drafts = _Drafts(k, tokens, whole, last)
                 for depth in self._depths():
-                    rate = self._rate(k, depth, tokens, whole, last, (k * alone, k * beside))
+                    rate = self._drafted_rate(drafts, depth, *token_s) if token_s else self._copied_rate(drafts, depth)
                     yield Choice(k, depth, rate)
 
     def _depths(self) -> Sequence[int]:
@@ -236,15 +286,27 @@ class Pace:
             return (1,)
         return [depth for depth in DEPTHS if depth <= min(2 * self._stages, self._window)]
 
-    def _rate(
-        self, k: int, depth: int, tokens: float, whole: float, last: float, draft_s: tuple[float, float]
-    ) -> float:
-        """Tokens per second; `tokens` is E(k), `whole` the chance that all k are right, `draft_s` alone and beside."""
-        latency, (alone, beside) = self._latency.at(k + 1), draft_s
-        if depth == 1:
-            return tokens / (alone + latency)
+    def _copied_rate(self, drafts: _Drafts, depth: int) -> float:
+        """Tokens per second with drafts that are there already: all sessions keep step."""
+        users = self._others + 1
+        crowd = max(1.0, users / self._stages)
+        latency = self._latency.at(1 + drafts.k * crowd)
         step = self._step_share * latency
-        interval = max(step, beside, latency / depth)
+        return self._rate(drafts, depth, latency, step, max(users / crowd * step, latency / depth))
+
+    def _drafted_rate(self, drafts: _Drafts, depth: int, alone: float, beside: float) -> float:
+        """Tokens per second with drafts that the model makes, in so many seconds each: every window for itself."""
+        alone, beside, latency = drafts.k * alone, drafts.k * beside, self._latency.at(drafts.k + 1)
+        step = self._step_share * latency
+        busy = self._others * step * (1.0 + alone / (alone + latency))
+        trip = alone + latency + busy
+        return self._rate(drafts, depth, trip, step, max(step + busy, beside, latency / depth))
+
+    def _rate(self, drafts: _Drafts, depth: int, trip: float, step: float, interval: float) -> float:
+        """`trip`: seconds from one window to the next, one at a time; `interval`: with `depth` of them in flight."""
+        if depth == 1:
+            return drafts.tokens / trip
         wait = step * min(1.0, step / interval) * (1.0 if self._stages == 1 else 0.5)
-        following = whole * last / (1.0 - last**k)
-        return (tokens + whole * last / (1.0 - last)) / (alone + wait + latency + following * interval)
+        whole, last = drafts.whole, drafts.last
+        following = whole * last / (1.0 - last**drafts.k)
+        return (drafts.tokens + whole * last / (1.0 - last)) / (wait + trip + following * interval)

@@ -145,6 +145,10 @@ class Session:
         """What drafting did in this turn so far, or in the last one."""
         return self._drafting.usage()
 
+    def share_ring(self, others: int) -> None:
+        """So many other sessions run on our ring; `handle` decides by the last word."""
+        self._drafting.share(others)
+
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take one event. Raises ``ValueError`` for `Begin` while a turn is running."""
         if isinstance(event, Begin):

@@ -731,6 +731,20 @@ async def test_what_others_run_counts_too() -> None:
         assert served(h) == [0, 3]
 
 
+async def test_a_session_knows_how_many_share_its_ring() -> None:
+    async with house(make_plan(1, 2, rings=2)) as h:
+        h.ring.elsewhere = (RingLoad(sessions=2), RingLoad())
+        h.ring.hold()
+        async with anyio.create_task_group() as tasks:
+            for number in range(4):
+                tasks.start_soon(collect, h.coordinator, ask(f"question {number}"))
+            await until(lambda: h.coordinator.stats().running == 4)
+            assert h.coordinator.stats().ring_sessions == (1, 3)
+            shared = sorted(h.coordinator.others(turn) for turn in h.coordinator._turns.values())
+            assert shared == [2, 2, 2, 2]
+            h.ring.go_on()
+
+
 async def test_the_next_turn_returns_to_its_ring() -> None:
     async with house(make_plan(1, 1, rings=2)) as h:
         h.ring.elsewhere = (RingLoad(sessions=2), RingLoad())

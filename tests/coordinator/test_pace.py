@@ -170,6 +170,64 @@ def test_a_disturbed_trip_is_not_measured() -> None:
     assert pace.plain_s > before
 
 
+# --- a ring that is shared --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+def test_a_model_drafts_where_stages_would_stand_idle_and_not_where_others_keep_them_busy(stages: int) -> None:
+    pace = measured(stages)
+    teach(pace, MODEL, 0.75)
+    pace.drafted(1, 0.035, in_flight=False)
+    assert pace.choose([MODEL] * 10, drafted=False).k > 0
+    for users in range(max(2, stages), 9):
+        pace.share(users - 1)
+        assert pace.choose([MODEL] * 10, drafted=False).k == 0
+        assert not pace.promising
+    pace.share(0)
+    assert pace.choose([MODEL] * 10, drafted=False).k > 0
+    assert pace.promising
+
+
+def test_a_model_that_takes_next_to_nothing_and_is_nearly_always_right_pays_in_company() -> None:
+    pace = measured(2)
+    teach(pace, MODEL, 0.98)
+    pace.drafted(1, 0.001, in_flight=False)
+    pace.share(1)
+    assert pace.choose([MODEL] * 10, drafted=False).k > 0
+
+
+def test_a_stage_that_runs_many_sessions_at_once_leaves_less_room_for_rows() -> None:
+    """Copies cost nothing to find, but their rows are paid for by all who share the forward."""
+    pace = measured(1, row=0.02)
+    teach(pace, 4, 0.6)
+    found = []
+    for others in (0, 3, 15):
+        pace.share(others)
+        found.append(pace.choose([4] * 10).k)
+    assert found == sorted(found, reverse=True)
+    assert found[0] > found[-1] == 0
+
+
+@given(
+    stages=st.integers(1, 5),
+    acceptance=st.floats(0.0, 1.0),
+    token_s=st.floats(0.0, 0.3),
+    others=st.lists(st.integers(0, 30), min_size=2, max_size=2, unique=True).map(sorted),
+)
+def test_company_never_makes_drafting_look_better(
+    stages: int, acceptance: float, token_s: float, others: list[int]
+) -> None:
+    pace = measured(stages)
+    teach(pace, MODEL, acceptance)
+    pace.drafted(1, token_s, in_flight=False)
+    for drafted in (True, False):
+        rates = []
+        for number in others:
+            pace.share(number)
+            rates.append(pace.choose([MODEL] * 10, drafted).rate)
+        assert rates[1] <= rates[0] / 0.98  # of the best, the smallest that comes near it is chosen
+
+
 @given(
     stages=st.integers(1, 5),
     one=st.floats(0.0, 1.0),
