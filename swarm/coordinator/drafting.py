@@ -94,11 +94,11 @@ class Tally:
 class Drafting:
     """One for each session. It hears of every change of the log's certain part and of its drafted tail."""
 
-    def __init__(self, settings: Speculation, stages: int, window: int) -> None:
-        """`window`: windows in flight that the session allows."""
+    def __init__(self, settings: Speculation, stages: int, window: int, holds_stage: bool = True) -> None:
+        """As `Pace` has it."""
         self._settings = settings
         self._window = window
-        self._pace = Pace(settings, stages, window)
+        self._pace = Pace(settings, stages, window, holds_stage)
         self._index = NgramIndex()
         self._guesses: deque[Guess] = deque()
         self._stop_tokens: frozenset[int] = frozenset()
@@ -133,9 +133,9 @@ class Drafting:
         self.clear(kept)
         self._remember(log.ids(kept, len(log)))
 
-    def new_ring(self, stages: int) -> None:
+    def new_ring(self, stages: int, holds_stage: bool) -> None:
         """Whatever was measured of the old one tells nothing; how good drafts are, it does."""
-        self._pace.measure_anew(stages)
+        self._pace.measure_anew(stages, holds_stage)
 
     def share(self, others: int) -> None:
         """So many other sessions run on the ring."""
@@ -183,8 +183,8 @@ class Drafting:
         if not answer.tokens:
             self._model = False
             return
-        if warm:
-            self._pace.drafted(len(answer.tokens), answer.seconds, self._asked_in_flight)
+        if warm and not self._asked_in_flight:
+            self._pace.drafted(len(answer.tokens), answer.seconds)
         tokens = self._before_stop(answer.tokens)
         for position, token in enumerate(tokens[: len(log) - answer.start], answer.start):
             right = log.ids(position, position + 1) == (token,)

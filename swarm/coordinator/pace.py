@@ -6,9 +6,8 @@ where those before it are. What is measured:
 - c: for each source of drafts, how many were accepted of those that were compared, the newest counting most.
 - L(r): latency, seconds from sending r rows into an idle ring to their tokens; a line through the trips of the windows.
 - s: the step, seconds between the answers to windows that follow one another closely, which is what the busiest stage
-  takes. Until it is measured, L / stages.
-- t: seconds to draft one token while the ring is idle, and t' while windows are in flight: the draft model may share a
-  device with a stage. 0 for n-gram.
+  takes: where they were queued, and where answers come closer than was believed. Until it is measured, L / stages.
+- t: seconds to draft one token with nothing in flight. 0 for n-gram.
 
 One window at a time brings E(k) = 1 + c_1 + c_1 c_2 + … tokens and takes k t + L(k+1). For equal chances a, E(k) is
 (1 - a^(k+1)) / (1 - a) (Leviathan et al. 2023, section 3).
@@ -18,9 +17,10 @@ correction waits for the stage that runs it all the same. From one rejection to 
 chance that the first window is accepted whole, its last draw too::
 
     tokens  = E(k) + c_1 … c_k a / (1 - a)
-    seconds = k t + wait + L(k+1) + S / (1 - a^k) max(s, k t', L/d)
+    seconds = k t + wait + L(k+1) + S / (1 - a^k) max(s + k t, (k t + L)/d)
 
-where `wait` is s on one stage and s/2 on several, as much of the time as the first stage is busy.
+where `wait` is s on one stage and s/2 on several, as much of the time as the first stage is busy. A draft model whose
+device holds a stage does the work of both for each window, s + k t; on a device of its own max(s, k t) stands for it.
 
 The ring is shared by U sessions on N stages, and each choice is rated as if all of them made it: what is good for one
 alone is then never bad for all. Sessions that draft nothing, or that copy, keep step: a stage runs m = max(1, U/N) of
@@ -32,7 +32,7 @@ work)::
 
     busy = (U - 1) s (1 + k t / (k t + L))
 
-is added to the seconds, and to s between windows. So a model drafts where stages would stand idle, and hardly where
+is added to L, and to s. So a model drafts where stages would stand idle, and hardly where
 U >= N keeps them busy.
 
 The choice is the smallest setting whose rate is within 2% of the best: rows that bring nothing are taken from others.
@@ -60,7 +60,7 @@ PRIOR_CHANCE = {MODEL: 0.65, 2: 0.3, 3: 0.45, 4: 0.55, 5: 0.65, 6: 0.7, 7: 0.75,
 """Assumed acceptance. It counts as much as `PRIOR_WEIGHT` judged tokens, and fades as they do."""
 
 PRIOR_WEIGHT = 4.0
-PRIOR_TOKEN = 0.25
+PRIOR_TOKEN = 0.15
 """Of the latency of a row: what the model is assumed to take for a token before it is measured."""
 
 MEMORY = 0.94
@@ -165,20 +165,21 @@ class Latency:
 
 
 class Pace:
-    def __init__(self, settings: Speculation, stages: int, window: int) -> None:
-        """`window`: windows in flight that the session allows."""
+    def __init__(self, settings: Speculation, stages: int, window: int, holds_stage: bool = True) -> None:
+        """`window`: windows in flight that the session allows; `holds_stage`: so does the draft model's device."""
         self._settings = settings
         self._window = window
         self._others = 0
         self._counts = {source: (chance * PRIOR_WEIGHT, PRIOR_WEIGHT) for source, chance in PRIOR_CHANCE.items()}
         """Source to the weights of accepted and of judged tokens."""
-        self._token_s: dict[bool, float] = {}
-        """To draft one token with the model, by whether windows were in flight meanwhile: they may share a device."""
-        self.measure_anew(stages)
+        self._token_s: float | None = None
+        """To draft one token with the model."""
+        self.measure_anew(stages, holds_stage)
 
-    def measure_anew(self, stages: int) -> None:
+    def measure_anew(self, stages: int, holds_stage: bool) -> None:
         """Another ring: its times are not known yet; how good drafts are stays known."""
         self._stages = max(1, stages)
+        self._holds_stage = holds_stage
         self._latency = Latency()
         self._windows = 0
         self._step_share = 1.0 / self._stages
@@ -194,7 +195,7 @@ class Pace:
 
     @property
     def model_measured(self) -> bool:
-        return bool(self._token_s)
+        return self._token_s is not None
 
     @property
     def promising(self) -> bool:
@@ -224,19 +225,20 @@ class Pace:
         right, all_ = self._counts[source]
         return min(MAX_CHANCE, right / all_)
 
-    def drafted(self, tokens: int, seconds: float, in_flight: bool) -> None:
-        """The model drafted `tokens` in `seconds`, while windows were in flight or not."""
+    def drafted(self, tokens: int, seconds: float) -> None:
+        """The model drafted `tokens` in `seconds`, with nothing in flight that may have shared its device."""
         each = seconds / tokens
-        usual = self._token_s.setdefault(in_flight, each)
-        self._token_s[in_flight] = usual + NEW_SHARE * (min(each, MAX_JUMP * usual) - usual)
+        usual = each if self._token_s is None else self._token_s
+        self._token_s = usual + NEW_SHARE * (min(each, MAX_JUMP * usual) - usual)
 
     def answered(self, rows: int, sent_at: float, now: float, drafting: bool) -> None:
         """A window came back; `drafting`: meanwhile the model drafted, so that its trip is not that of an idle ring."""
         trip, usual, since = now - sent_at, self._latency.at(rows), now - self._answered_at
-        queued = sent_at < self._answered_at and trip > QUEUED * usual
+        behind = sent_at < self._answered_at
+        queued = behind and trip > QUEUED * usual
         if not self._disturbed and not queued and not drafting:
             self._latency.add(rows, trip)
-        elif not self._disturbed and queued and self._latency.measured:
+        if not self._disturbed and behind and self._latency.measured and (queued or since < self._step_share * usual):
             self._step_share += NEW_SHARE * (min(1.0, since / usual) - self._step_share)
         self._disturbed = False
         self._answered_at = now
@@ -266,8 +268,7 @@ class Pace:
 
     def _drafting_choices(self, chances: Sequence[float], drafted: bool) -> Iterator[Choice]:
         fixed = self._settings.fixed_k
-        alone = self._token_s.get(False, PRIOR_TOKEN * self._latency.at(1))
-        token_s = None if drafted else (alone, self._token_s.get(True, alone))
+        token_s = PRIOR_TOKEN * self._latency.at(1) if self._token_s is None else self._token_s
         tokens, whole = 1.0, 1.0
         most = min(len(chances), fixed or self._settings.max_k)
         for k, last in enumerate(chances[:most], 1):
@@ -276,7 +277,7 @@ class Pace:
             if fixed is None or k == most:
                 drafts = _Drafts(k, tokens, whole, last)
                 for depth in self._depths():
-                    rate = self._drafted_rate(drafts, depth, *token_s) if token_s else self._copied_rate(drafts, depth)
+                    rate = self._copied_rate(drafts, depth) if drafted else self._drafted_rate(drafts, depth, token_s)
                     yield Choice(k, depth, rate)
 
     def _depths(self) -> Sequence[int]:
@@ -294,13 +295,14 @@ class Pace:
         step = self._step_share * latency
         return self._rate(drafts, depth, latency, step, max(users / crowd * step, latency / depth))
 
-    def _drafted_rate(self, drafts: _Drafts, depth: int, alone: float, beside: float) -> float:
+    def _drafted_rate(self, drafts: _Drafts, depth: int, token_s: float) -> float:
         """Tokens per second with drafts that the model makes, in so many seconds each: every window for itself."""
-        alone, beside, latency = drafts.k * alone, drafts.k * beside, self._latency.at(drafts.k + 1)
+        draft, latency = drafts.k * token_s, self._latency.at(drafts.k + 1)
         step = self._step_share * latency
-        busy = self._others * step * (1.0 + alone / (alone + latency))
-        trip = alone + latency + busy
-        return self._rate(drafts, depth, trip, step, max(step + busy, beside, latency / depth))
+        shared = draft if self._holds_stage else 0.0
+        busy = self._others * step * (1.0 + shared / (draft + latency))
+        trip = draft + latency + busy
+        return self._rate(drafts, depth, trip, step, max(step + busy + shared, draft, trip / depth))
 
     def _rate(self, drafts: _Drafts, depth: int, trip: float, step: float, interval: float) -> float:
         """`trip`: seconds from one window to the next, one at a time; `interval`: with `depth` of them in flight."""

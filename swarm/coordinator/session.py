@@ -133,7 +133,7 @@ class Session:
         self._prompt_end = 0
         self._pieces: deque[Piece] = deque()
         self._flights = Flights()
-        self._drafting = Drafting(speculation, len(plan.stages), limits.window)
+        self._drafting = Drafting(speculation, len(plan.stages), limits.window, self._holds_stage())
         self._silent_tries = 0
         self._refusals = 0
         self._stuck_since: float | None = None
@@ -192,7 +192,7 @@ class Session:
             self.state = State.DONE
             return []
         self._silent_tries = self._refusals = 0
-        self._drafting.new_ring(len(plan.stages))
+        self._drafting.new_ring(len(plan.stages), self._holds_stage())
         if plan.stages and self._stuck_since is not None and now - self._stuck_since >= self.limits.wait_s:
             return self._fail(self._stuck())
         return self._replay(now)
@@ -406,6 +406,9 @@ class Session:
     def _current_turn(self) -> Begin:
         assert self._turn is not None
         return self._turn
+
+    def _holds_stage(self) -> bool:
+        return self.plan.stage_of(self.node) is not None
 
     def _context(self) -> int:
         return context_limit(self._current_turn().context_tokens, self.plan)

@@ -96,7 +96,7 @@ def test_one_window_brings_what_the_closed_form_says(k: int) -> None:
     """(1 - a^(k+1)) / (1 - a) tokens in k t + L(k+1)."""
     pace = measured(settings=Speculation(fixed_k=k, fixed_depth=1))
     teach(pace, MODEL, 0.8)
-    pace.drafted(1, 0.03, in_flight=False)
+    pace.drafted(1, 0.03)
     a = pace.chance(MODEL)
     expected = (1 - a ** (k + 1)) / (1 - a) / (k * 0.03 + 0.090 + 0.006 * k)
     assert pace.choose([MODEL] * 10, drafted=False).rate == pytest.approx(expected, rel=0.03)
@@ -106,16 +106,16 @@ def test_drafts_that_cost_nothing_are_worth_more_of_them() -> None:
     pace = measured()
     for source in (MODEL, 8):
         teach(pace, source, 0.9)
-    pace.drafted(1, 0.03, in_flight=False)
+    pace.drafted(1, 0.03)
     assert pace.choose([8] * 10).k > pace.choose([MODEL] * 10, drafted=False).k > 0
 
 
 def test_a_bad_draft_or_a_slow_one_is_not_used() -> None:
     bad, slow = measured(), measured()
     teach(bad, MODEL, 0.0)
-    bad.drafted(1, 0.03, in_flight=False)
+    bad.drafted(1, 0.03)
     teach(slow, MODEL, 0.95)
-    slow.drafted(1, 0.2, in_flight=False)
+    slow.drafted(1, 0.2)
     for pace in (bad, slow):
         assert pace.choose([MODEL] * 10, drafted=False).k == 0
 
@@ -124,8 +124,8 @@ def test_a_bad_draft_or_a_slow_one_is_not_used() -> None:
 def test_it_settles_within_32_tokens(before: float) -> None:
     """From all right to nearly all wrong, and back."""
     pace, fresh = measured(), measured()
-    pace.drafted(1, 0.03, in_flight=False)
-    fresh.drafted(1, 0.03, in_flight=False)
+    pace.drafted(1, 0.03)
+    fresh.drafted(1, 0.03)
     teach(pace, MODEL, before, 200)
     teach(pace, MODEL, 0.9 - 0.8 * before, 32)
     teach(fresh, MODEL, 0.9 - 0.8 * before, 200)
@@ -137,8 +137,7 @@ def test_it_settles_within_32_tokens(before: float) -> None:
 def test_windows_in_flight_where_links_are_long() -> None:
     pace = measured(3, one=0.5, row=0.001)
     teach(pace, MODEL, 0.95)
-    pace.drafted(1, 0.005, in_flight=False)
-    pace.drafted(1, 0.005, in_flight=True)
+    pace.drafted(1, 0.005)
     now = 10.0
     for _ in range(20):  # two follow one another at a step of 30 ms
         pace.answered(4, now, now + 0.5, drafting=False)
@@ -150,8 +149,7 @@ def test_windows_in_flight_where_links_are_long() -> None:
 def test_one_window_at_a_time_where_one_stage_does_all() -> None:
     pace = measured(1)
     teach(pace, MODEL, 0.7)
-    pace.drafted(1, 0.03, in_flight=False)
-    pace.drafted(1, 0.06, in_flight=True)
+    pace.drafted(1, 0.03)
     choice = pace.choose([MODEL] * 10, drafted=False)
     assert choice.k > 0
     assert choice.depth == 1
@@ -177,7 +175,7 @@ def test_a_disturbed_trip_is_not_measured() -> None:
 def test_a_model_drafts_where_stages_would_stand_idle_and_not_where_others_keep_them_busy(stages: int) -> None:
     pace = measured(stages)
     teach(pace, MODEL, 0.75)
-    pace.drafted(1, 0.035, in_flight=False)
+    pace.drafted(1, 0.035)
     assert pace.choose([MODEL] * 10, drafted=False).k > 0
     for users in range(max(2, stages), 9):
         pace.share(users - 1)
@@ -191,7 +189,7 @@ def test_a_model_drafts_where_stages_would_stand_idle_and_not_where_others_keep_
 def test_a_model_that_takes_next_to_nothing_and_is_nearly_always_right_pays_in_company() -> None:
     pace = measured(2)
     teach(pace, MODEL, 0.98)
-    pace.drafted(1, 0.001, in_flight=False)
+    pace.drafted(1, 0.001)
     pace.share(1)
     assert pace.choose([MODEL] * 10, drafted=False).k > 0
 
@@ -208,6 +206,35 @@ def test_a_stage_that_runs_many_sessions_at_once_leaves_less_room_for_rows() -> 
     assert found[0] > found[-1] == 0
 
 
+def test_a_draft_model_in_the_way_of_a_stage_delays_the_next_window() -> None:
+    """Two stages, a draft of half a step: in flight, its device does both for each window."""
+    found = {}
+    for holds_stage in (True, False):
+        pace = measured(2, settings=Speculation(fixed_k=1, fixed_depth=2))
+        pace.measure_anew(2, holds_stage)
+        for now in (0.0, 1.0):
+            pace.answered(1, now, now + 0.1, drafting=False)
+        teach(pace, MODEL, 1.0, 1000)
+        pace.drafted(1, 0.040)
+        found[holds_stage] = pace.choose([MODEL], drafted=False).rate
+    step, latency = 0.052, 0.104
+    assert found[True] == pytest.approx(1 / (step + 0.040), rel=0.05)
+    assert found[False] == pytest.approx(1 / ((0.040 + latency) / 2), rel=0.05)
+
+
+def test_answers_that_come_closer_than_a_step_make_it_shorter() -> None:
+    """Long links: nothing queues, and still it shows how little a stage takes."""
+    pace = measured(4, one=0.4, row=0.001)
+    teach(pace, MODEL, 0.9)
+    pace.drafted(1, 0.010)
+    before = pace.choose([MODEL] * 10, drafted=False)
+    for now in range(10, 30):
+        pace.answered(4, now, now + 0.400, drafting=True)
+        pace.answered(4, now + 0.1, now + 0.420, drafting=True)
+    after = pace.choose([MODEL] * 10, drafted=False)
+    assert after.rate > 1.1 * before.rate
+
+
 @given(
     stages=st.integers(1, 5),
     acceptance=st.floats(0.0, 1.0),
@@ -219,7 +246,7 @@ def test_company_never_makes_drafting_look_better(
 ) -> None:
     pace = measured(stages)
     teach(pace, MODEL, acceptance)
-    pace.drafted(1, token_s, in_flight=False)
+    pace.drafted(1, token_s)
     for drafted in (True, False):
         rates = []
         for number in others:
@@ -250,7 +277,7 @@ def test_a_choice_is_always_allowed(
     for source, right in verdicts:
         pace.judged(source, right)
     if token_s is not None:
-        pace.drafted(1, token_s, in_flight=False)
+        pace.drafted(1, token_s)
     for drafted, count in itertools.product((True, False), (0, len(sources))):
         choice = pace.choose(sources[:count], drafted)
         assert 0 <= choice.k <= count
