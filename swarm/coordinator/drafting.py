@@ -21,8 +21,9 @@ from swarm.coordinator.token_log import TokenLog
 PROBE_TOKENS = 1
 """Asked of the model where its speed is to be measured."""
 
-PROBE_AFTER = 8
-"""Tokens without the draft model until it is tried again; doubles while it does not pay."""
+PROBE_AFTER = 6
+"""Tokens without the draft model until it is tried again, as long as it may pay. It reads what it missed; to try it
+seldom would cost no less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +117,6 @@ class Drafting:
         """Length of the log at which the draft model expects the end."""
         self._unused = 0
         """Tokens since the draft model last answered."""
-        self._probe_after = PROBE_AFTER
         self.waiting = False
         """The next window waits for the draft model."""
 
@@ -129,7 +129,8 @@ class Drafting:
         self._stop_tokens = turn.stop_tokens
         self._model = self._settings.enabled and self._settings.model and turn.draft_model
         self._warm = self._warming = False
-        self._probe_after, self._unused, self._dry_at = PROBE_AFTER, 0, None
+        self._unused, self._dry_at = 0, None
+        self._pace.new_text()
         self.clear(kept)
         self._remember(log.ids(kept, len(log)))
 
@@ -179,11 +180,12 @@ class Drafting:
         self._drafted_at = now
         if not current or answer.start != self._asked:
             return
-        self._asked, self.waiting, self._unused = None, False, 0
+        up_to_date, self._unused = self._unused < PROBE_AFTER, 0
+        self._asked, self.waiting = None, False
         if not answer.tokens:
             self._model = False
             return
-        if warm and not self._asked_in_flight:
+        if warm and not self._asked_in_flight and (up_to_date or not self._pace.model_measured):
             self._pace.drafted(len(answer.tokens), answer.seconds)
         tokens = self._before_stop(answer.tokens)
         for position, token in enumerate(tokens[: len(log) - answer.start], answer.start):
@@ -219,7 +221,6 @@ class Drafting:
         left = self._left(log)[:count]
         by_model = self._by_model(log, left, count)
         if by_model is not None and (by_model.rate > choice.rate or (self._settings.fixed_k and not choice.k)):
-            self._probe_after = PROBE_AFTER
             guesses, choice = left, by_model
         elif left and (free := self._pace.choose([MODEL] * len(left))).rate > choice.rate:
             guesses, choice = left, free
@@ -228,7 +229,6 @@ class Drafting:
         if choice.k and not guesses:
             return self._ask(len(log), choice.k, in_flight)
         if not in_flight and guesses is not left and self._probe_is_due(log):
-            self._probe_after *= 2
             return self._ask(len(log), min(count, PROBE_TOKENS), in_flight)
         warm_up = self._warm_up(len(log))
         self._guess(log, guesses)
@@ -261,7 +261,7 @@ class Drafting:
         able = self._model and self._warm and self._dry_at != len(log)
         if not able or self._settings.fixed_k is not None or self._pace.plain_s is None:
             return False
-        due = not self._pace.model_measured or self._unused >= self._probe_after
+        due = not self._pace.model_measured or self._unused >= PROBE_AFTER
         return due and self._pace.promising
 
     def _warm_up(self, position: int) -> int:

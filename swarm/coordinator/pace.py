@@ -41,6 +41,7 @@ Plain decoding is k = 0. The first windows of a session are plain: they measure 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -77,6 +78,10 @@ SLOPE_WEIGHT = 4.0
 
 LATENCY_MEMORY = 0.95
 """What is left of a measured latency's weight after the next."""
+
+HELD_UP = 1.5
+"""Where a window is faster by this factor, those before it were held up, by others' prompts say: all of them together
+count as one from then on. Plain decoding must not look slower than it is."""
 
 NEW_SHARE = 0.25
 """Of a new measurement in a running mean."""
@@ -145,15 +150,18 @@ class Latency:
         return self._weight > 0.0
 
     def add(self, rows: int, seconds: float) -> None:
+        memory = LATENCY_MEMORY
         if self.measured:
             seconds = min(seconds, MAX_JUMP * self.at(rows))
-        old = self._weight * LATENCY_MEMORY
+            if HELD_UP * seconds < self.at(rows):
+                memory = min(memory, 1.0 / self._weight)
+        old = self._weight * memory
         self._weight = old + 1.0
         far, late = rows - self._rows, max(seconds, CLOCK_TICK_S) - self._seconds
         self._rows += far / self._weight
         self._seconds += late / self._weight
-        self._rows_rows = self._rows_rows * LATENCY_MEMORY + old / self._weight * far * far
-        self._rows_seconds = self._rows_seconds * LATENCY_MEMORY + old / self._weight * far * late
+        self._rows_rows = self._rows_rows * memory + old / self._weight * far * far
+        self._rows_seconds = self._rows_seconds * memory + old / self._weight * far * late
 
     def at(self, rows: float) -> float:
         """Without any measurement: in units of one row's."""
@@ -199,10 +207,12 @@ class Pace:
 
     @property
     def promising(self) -> bool:
-        """The model would pay if its drafts were as good as is assumed of any: it may be tried."""
+        """It may be tried: the model would pay if it were a standard error better than found, or as good as assumed."""
         if self._settings.fixed_k is not None:
             return True
-        chances = [max(self.chance(MODEL), PRIOR_CHANCE[MODEL])] * self._settings.max_k
+        chance, (_, judged) = self.chance(MODEL), self._counts[MODEL]
+        hoped = chance + math.sqrt(chance * (1.0 - chance) / judged)
+        chances = [max(chance, min(hoped, PRIOR_CHANCE[MODEL]))] * self._settings.max_k
         return max(choice.rate for choice in self._drafting_choices(chances, drafted=False)) > self._plain_rate
 
     @property
@@ -219,6 +229,12 @@ class Pace:
         """A draft of `source` was compared with what the target drew."""
         right, all_ = self._counts[source]
         self._counts[source] = (right * MEMORY + accepted, all_ * MEMORY + 1.0)
+
+    def new_text(self) -> None:
+        """How good the model was counts for no more than what is assumed of any."""
+        right, all_ = self._counts[MODEL]
+        share = min(1.0, PRIOR_WEIGHT / all_)
+        self._counts[MODEL] = right * share, all_ * share
 
     def chance(self, source: int) -> float:
         """That a draft of `source` is the target's token."""

@@ -198,20 +198,42 @@ def test_a_model_that_expects_the_end_is_not_asked_twice() -> None:
     assert bench.next() == Step()
 
 
-def test_a_model_that_does_not_pay_is_tried_again_less_and_less_often() -> None:
-    bench = Bench(model=True, prompt=tuple(range(30)))
-    bench.warm()
-    probes = []
-    for token in range(16 * PROBE_AFTER):
+def ask_and_err(bench: Bench, tokens: int) -> list[int]:
+    """Where the model is asked over so many tokens; it answers in half a window, always wrongly."""
+    asked = []
+    for number in range(tokens):
         step = bench.next()
         if step.ask:
-            probes.append(token)
-            bench.answer(len(bench.log), *[999] * step.ask, seconds=5.0)
+            asked.append(number)
+            bench.answer(len(bench.log), *[999] * step.ask, seconds=0.5 * step.ask)
             bench.next()
-        bench.draw(400 + token)
-    gaps = [later - earlier for earlier, later in itertools.pairwise(probes)]
-    assert 4 <= len(probes) <= 8
-    assert gaps == sorted(gaps)
+        bench.draw(400 + number)
+    return asked
+
+
+def test_a_model_that_does_not_pay_is_tried_again_and_then_given_up_for_this_turn() -> None:
+    bench = Bench(model=True, prompt=tuple(range(30)))
+    bench.warm()
+    asked = ask_and_err(bench, 20 * PROBE_AFTER)
+    gaps = [later - earlier for earlier, later in itertools.pairwise(asked)]
+    assert PROBE_AFTER in gaps
+    assert max(gaps) == PROBE_AFTER
+    assert asked[-1] < 10 * PROBE_AFTER
+    begin = Begin((), MODEL, 1000, draft_model=True)
+    bench.drafting.begin(begin, bench.log, len(bench.log))
+    assert ask_and_err(bench, 20), "another text, another try"
+
+
+def test_what_the_model_has_missed_is_no_drafting_time() -> None:
+    bench = Bench(model=True, prompt=tuple(range(30)))
+    bench.warm()
+    ask_and_err(bench, 2)
+    before = bench.drafting._pace._token_s
+    bench.draw(*range(500, 500 + PROBE_AFTER))
+    step = bench.next()
+    assert step.ask
+    bench.answer(len(bench.log), *[999] * step.ask, seconds=30.0)
+    assert bench.drafting._pace._token_s == before
 
 
 def test_a_new_turn_drafts_from_the_whole_conversation() -> None:

@@ -58,6 +58,21 @@ def test_a_hiccup_is_not_a_trend() -> None:
     assert latency.at(1) < 0.15
 
 
+def test_windows_that_were_held_up_are_soon_forgotten() -> None:
+    """The first windows of an answer often wait for the prompts of others."""
+    latency = Latency()
+    for seconds in (0.622, 0.622, 0.5, *[0.1] * 6):
+        latency.add(1, seconds)
+    assert latency.at(1) == pytest.approx(0.1, rel=0.2)
+
+
+def test_a_clock_that_stands_still_is_no_fast_ring() -> None:
+    latency = Latency()
+    for seconds in (0.015, 0.015, 0.0, 0.015, 0.015, 0.0, 0.015, 0.015):
+        latency.add(1, seconds)
+    assert 0.008 < latency.at(1) < 0.015
+
+
 def test_latency_follows_a_change() -> None:
     latency = Latency()
     for seconds in (0.1,) * 20 + (0.2,) * 32:
