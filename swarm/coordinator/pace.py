@@ -32,8 +32,8 @@ work)::
 
     busy = (U - 1) s (1 + k t / (k t + L))
 
-is added to L, and to s. So a model drafts where stages would stand idle, and hardly where
-U >= N keeps them busy.
+is added to L, and to s. So a model drafts where stages would stand idle, and hardly where U >= N keeps them busy. On
+long links L / stages is more than a stage takes: there, in company, the model is used less than would be best.
 
 The choice is the smallest setting whose rate is within 2% of the best: rows that bring nothing are taken from others.
 Plain decoding is k = 0. The first windows of a session are plain: they measure what drafting has to beat.
