@@ -94,7 +94,8 @@ def start_nodes(ir: Path, node_cores: Sequence[int], drafting: Drafting = PLAIN)
     """Processes of ``node.py``; several have too little memory each for the whole model, so that they share it."""
     count = len(node_cores)
     weights_mb = (ir / "openvino_model.bin").stat().st_size // 2**20
-    draft_mb = (drafting.model / "openvino_model.bin").stat().st_size // 2**20 if drafting.model else 0
+    draft = (drafting.model / "openvino_model.bin").stat().st_size if drafting.model else 0
+    draft_mb = 2 * draft // 2**20 + 200 if draft else 0  # with its cache and the repacked head
     memory = f"{int(weights_mb * 0.85) + draft_mb + 100}MB" if count > 1 else f"{weights_mb + draft_mb + 1000}MB"
     links, apis = _free_ports(count), _free_ports(count)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
