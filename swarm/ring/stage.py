@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
@@ -221,7 +220,6 @@ class StageHost:
     async def _close(self, held: _Held | None) -> None:
         if held is not None:
             await anyio.to_thread.run_sync(held.engine.close)
-            gc.collect()
 
     async def stop_serving(self) -> None:
         """Stop the worker and free its engine; one that is prepared stays."""
