@@ -34,7 +34,7 @@ from swarm.coordinator.events import (
     SendSegment,
     Tick,
 )
-from swarm.coordinator.pace import Speculation
+from swarm.coordinator.pace import Company, Speculation
 from swarm.coordinator.session import Counters, Session, SessionLimits
 from swarm.engine.base import Engine, Output
 from swarm.protocol.errors import CapacityError, SessionError
@@ -309,6 +309,12 @@ class Ring:
         """Answers being written."""
         return sum(one.running for one in self._conversations.values())
 
+    def transit_s(self, home: int) -> float:
+        """What a token of the PC `home` spends on links on its way round."""
+        places = [home, *range(self.count), home]
+        away = sum(origin != target for origin, target in itertools.pairwise(places))
+        return away * (self._links.delay_s + self._links.message_s)
+
     def enter(self, home: int, segment: Segment) -> None:
         self._send(home, 0, partial(self.stages[0].deliver, segment))
 
@@ -352,7 +358,7 @@ class Conversation:
 
     def handle(self, event: Event) -> None:
         now = self._ring.world.now
-        self.session.share_ring(self._ring.running - 1)
+        self.session.share_ring(Company(self._ring.running - 1, self._ring.transit_s(self.user.home)))
         for effect in self.session.handle(event, now):
             self._carry_out(effect)
         if self.over:

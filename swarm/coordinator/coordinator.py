@@ -19,7 +19,7 @@ from swarm.coordinator.events import Begin
 from swarm.coordinator.idle import IdleLimits, IdlePool
 from swarm.coordinator.language import LanguageModel
 from swarm.coordinator.meter import TokenMeter
-from swarm.coordinator.pace import Speculation
+from swarm.coordinator.pace import Company, Speculation
 from swarm.coordinator.placement import choose_ring
 from swarm.coordinator.requests import NO_SPECULATION, Delta, GenerateRequest, SpeculationUsage, in_line
 from swarm.coordinator.session import (
@@ -37,7 +37,7 @@ from swarm.protocol.errors import CapacityError, SessionError, SwarmError, Usage
 from swarm.protocol.ids import NodeId, SessionId
 from swarm.protocol.messages import Adopted, CloseSession, Drawn, Message, Refused
 from swarm.protocol.plan import Plan
-from swarm.ring.port import RingPort
+from swarm.ring.port import RingLoad, RingPort
 
 MAX_TELLERS = 256
 """Sessions about whose end the stages are being told at once; each ends within `CoordinatorLimits.close_s`."""
@@ -360,11 +360,12 @@ class Coordinator:
             self.close_session(session.id, _nodes(session.plan))
             raise
 
-    def others(self, turn: Turn) -> int:
+    def company(self, turn: Turn) -> Company:
         stages = turn.plan.stages
         here = sum(other.plan.stages == stages for other in self._turns.values()) - 1
         loads = zip(self._plan.rings, self._ring.loads(), strict=False)
-        return here + sum(load.sessions for ring, load in loads if ring == stages)
+        load = next((load for ring, load in loads if ring == stages), RingLoad())
+        return Company(here + load.sessions, load.transit_ms / 1e3)
 
     def emitted(self, tokens: int) -> None:
         self._meter.add(tokens, self._clock())

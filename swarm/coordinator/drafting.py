@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from swarm.coordinator.events import Begin, Drafted
 from swarm.coordinator.ngram import MAX_MATCH, NgramIndex
-from swarm.coordinator.pace import MODEL, Choice, Pace, Speculation
+from swarm.coordinator.pace import MODEL, Choice, Company, Pace, Speculation
 from swarm.coordinator.requests import SpeculationUsage
 from swarm.coordinator.token_log import TokenLog
 
@@ -138,9 +138,9 @@ class Drafting:
         """Whatever was measured of the old one tells nothing; how good drafts are, it does."""
         self._pace.measure_anew(stages, holds_stage)
 
-    def share(self, others: int) -> None:
-        """So many other sessions run on the ring."""
-        self._pace.share(others)
+    def share(self, company: Company) -> None:
+        """Who runs on the ring beside this session."""
+        self._pace.share(company)
 
     def clear(self, certain: int) -> None:
         """The log ends at `certain`: nothing is drafted any more, nothing asked."""

@@ -6,7 +6,8 @@ where those before it are. What is measured:
 - c: for each source of drafts, how many were accepted of those that were compared, the newest counting most.
 - L(r): latency, seconds from sending r rows into an idle ring to their tokens; a line through the trips of the windows.
 - s: the step, seconds between the answers to windows that follow one another closely, which is what the busiest stage
-  takes: where they were queued, and where answers come closer than was believed. Until it is measured, L / stages.
+  takes: where they were queued, and where answers come closer than was believed. Until it is measured, what links leave
+  of L, divided by the stages.
 - t: seconds to draft one token with nothing in flight. 0 for n-gram.
 
 One window at a time brings E(k) = 1 + c_1 + c_1 c_2 + … tokens and takes k t + L(k+1). For equal chances a, E(k) is
@@ -32,8 +33,7 @@ work)::
 
     busy = (U - 1) s (1 + k t / (k t + L))
 
-is added to L, and to s. So a model drafts where stages would stand idle, and hardly where U >= N keeps them busy. On
-long links L / stages is more than a stage takes: there, in company, the model is used less than would be best.
+is added to L, and to s. So a model drafts where stages would stand idle, and hardly where U >= N keeps them busy.
 
 The choice is the smallest setting whose rate is within 2% of the best: rows that bring nothing are taken from others.
 Plain decoding is k = 0. The first windows of a session are plain: they measure what drafting has to beat.
@@ -56,6 +56,9 @@ MODEL = 0
 
 PLAIN_WINDOWS = 2
 """Measured before anything is drafted."""
+
+MAX_TRANSIT = 0.95
+"""Of a latency, what links may take of it: stages take something."""
 
 PRIOR_CHANCE = {MODEL: 0.65, 2: 0.3, 3: 0.45, 4: 0.55, 5: 0.65, 6: 0.7, 7: 0.75, 8: 0.8}
 """Assumed acceptance. It counts as much as `PRIOR_WEIGHT` judged tokens, and fades as they do."""
@@ -110,6 +113,16 @@ class Speculation:
     fixed_depth: int | None = None
     ngram: bool = True
     model: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Company:
+    """What else is known of the session's ring."""
+
+    others: int = 0
+    """Sessions that run on it beside this one."""
+    transit_s: float = 0.0
+    """Of a token's way through it, what the links take; 0 where that was not measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +190,7 @@ class Pace:
         """`window`: windows in flight that the session allows; `holds_stage`: so does the draft model's device."""
         self._settings = settings
         self._window = window
-        self._others = 0
+        self._company = Company()
         self._counts = {source: (chance * PRIOR_WEIGHT, PRIOR_WEIGHT) for source, chance in PRIOR_CHANCE.items()}
         """Source to the weights of accepted and of judged tokens."""
         self._token_s: float | None = None
@@ -190,8 +203,7 @@ class Pace:
         self._holds_stage = holds_stage
         self._latency = Latency()
         self._windows = 0
-        self._step_share = 1.0 / self._stages
-        """The step in parts of the latency of as many rows."""
+        self._measured_share: float | None = None
         self._answered_at = 0.0
         self._disturbed = False
         """The next answer waits for windows that were lost."""
@@ -219,9 +231,18 @@ class Pace:
     def _plain_rate(self) -> float:
         return 1.0 / self._latency.at(1)
 
-    def share(self, others: int) -> None:
-        """So many other sessions run on the ring."""
-        self._others = others
+    @property
+    def _step_share(self) -> float:
+        """The step in parts of the latency of as many rows: until it is measured, what the links leave of it."""
+        if self._measured_share is not None:
+            return self._measured_share
+        whole = self._latency.at(1) if self._latency.measured else 0.0
+        links = min(self._company.transit_s / whole, MAX_TRANSIT) if whole else 0.0
+        return (1.0 - links) / self._stages
+
+    def share(self, company: Company) -> None:
+        """Who runs on the ring beside this session."""
+        self._company = company
 
     # --- measuring --------------------------------------------------------------------------------------------------
 
@@ -255,7 +276,8 @@ class Pace:
         if not self._disturbed and not queued and not drafting:
             self._latency.add(rows, trip)
         if not self._disturbed and behind and self._latency.measured and (queued or since < self._step_share * usual):
-            self._step_share += NEW_SHARE * (min(1.0, since / usual) - self._step_share)
+            share = self._step_share
+            self._measured_share = share + NEW_SHARE * (min(1.0, since / usual) - share)
         self._disturbed = False
         self._answered_at = now
         self._windows += 1
@@ -305,7 +327,7 @@ class Pace:
 
     def _copied_rate(self, drafts: _Drafts, depth: int) -> float:
         """Tokens per second with drafts that are there already: all sessions keep step."""
-        users = self._others + 1
+        users = self._company.others + 1
         crowd = max(1.0, users / self._stages)
         latency = self._latency.at(1 + drafts.k * crowd)
         step = self._step_share * latency
@@ -316,7 +338,7 @@ class Pace:
         draft, latency = drafts.k * token_s, self._latency.at(drafts.k + 1)
         step = self._step_share * latency
         shared = draft if self._holds_stage else 0.0
-        busy = self._others * step * (1.0 + shared / (draft + latency))
+        busy = self._company.others * step * (1.0 + shared / (draft + latency))
         trip = draft + latency + busy
         return self._rate(drafts, depth, trip, step, max(step + busy + shared, draft, trip / depth))
 

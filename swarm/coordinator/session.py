@@ -47,7 +47,7 @@ from swarm.coordinator.events import (
     SendSegment,
 )
 from swarm.coordinator.flights import Flight, Flights
-from swarm.coordinator.pace import Speculation
+from swarm.coordinator.pace import Company, Speculation
 from swarm.coordinator.requests import FinishReason, SpeculationUsage
 from swarm.coordinator.token_log import Piece, TokenLog
 from swarm.protocol.errors import CapacityError, SessionError, SwarmError
@@ -145,9 +145,9 @@ class Session:
         """What drafting did in this turn so far, or in the last one."""
         return self._drafting.usage()
 
-    def share_ring(self, others: int) -> None:
-        """So many other sessions run on our ring; `handle` decides by the last word."""
-        self._drafting.share(others)
+    def share_ring(self, company: Company) -> None:
+        """Who runs on our ring beside us; `handle` decides by the last word."""
+        self._drafting.share(company)
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take one event. Raises ``ValueError`` for `Begin` while a turn is running."""

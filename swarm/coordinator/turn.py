@@ -27,6 +27,7 @@ from swarm.coordinator.events import (
     Tick,
 )
 from swarm.coordinator.language import TextPieces
+from swarm.coordinator.pace import Company
 from swarm.coordinator.requests import Delta, FinishReason, Usage
 from swarm.coordinator.session import Session
 from swarm.coordinator.stops import StopMatcher
@@ -54,8 +55,8 @@ class TurnOwner(Protocol):
     async def adopt(self, session: Session, prompt: tuple[int, ...]) -> int:
         """Positions of a new session's prompt that the stages hold already; takes a moment."""
 
-    def others(self, turn: Turn) -> int:
-        """Sessions that run on the ring beside this one, here and elsewhere."""
+    def company(self, turn: Turn) -> Company:
+        """Who runs on the ring beside this turn's session, here and elsewhere."""
 
     def emitted(self, tokens: int) -> None:
         """So many tokens were drawn."""
@@ -134,7 +135,7 @@ class Turn:
     async def _write(self, tasks: TaskGroup) -> None:
         try:
             held = await self._owner.adopt(self.session, self._begin.prompt)
-            self.session.share_ring(self._owner.others(self))
+            self.session.share_ring(self._owner.company(self))
             effects = self.session.handle(replace(self._begin, held=held), self._clock())
             while not await self._carry_out(effects, tasks):
                 effects = await self._next_effects()
@@ -150,7 +151,7 @@ class Turn:
             deadline = self.session.deadline
             with anyio.move_on_after(None if deadline is None else max(0.0, deadline - self._clock())):
                 await self._wake.wait()
-        self.session.share_ring(self._owner.others(self))
+        self.session.share_ring(self._owner.company(self))
         now = self._clock()
         effects: list[Effect] = []
         while self._inbox:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import fsum, inf
 
 from swarm.protocol.ids import Epoch, NodeId
 from swarm.protocol.limits import MAX_SESSIONS_PER_STAGE
@@ -12,6 +13,7 @@ from swarm.protocol.messages import Member, Phase, Progress, StageReport
 from swarm.protocol.plan import Plan
 from swarm.protocol.snapshot import MemberView
 from swarm.ring.pairing import OPEN_FINGERPRINT
+from swarm.ring.port import RingLoad
 
 NOTICES_KEPT = 20
 
@@ -42,6 +44,14 @@ class Board:
         told = [r for node, r in self.reports.items() if node != besides and r.epoch == epoch]
         counts = [report.ring_sessions[ring] for report in told if ring < len(report.ring_sessions)]
         return sum(min(max(0, count), MAX_SESSIONS_PER_STAGE) for count in counts)
+
+    def load(self, plan: Plan, ring: int, node: NodeId, round_trip: Callable[[NodeId], float | None]) -> RingLoad:
+        """What is known of a ring of `plan`; `round_trip` is `node`'s own to another, in ms."""
+        stages = plan.rings[ring]
+        first, last = (0.0 if s.node == node else round_trip(s.node) or 0.0 for s in (stages[0], stages[-1]))
+        told = [self.reports[stage.node].hop_ms for stage in stages[:-1] if stage.node in self.reports]
+        hops = fsum(hop for hop in told if 0 <= hop < inf)  # a peer may say anything
+        return RingLoad(self.sessions_on(plan.epoch, ring, node), first, (first + last) / 2 + hops)
 
     def busy_outside(self, names: dict[NodeId, str]) -> str:
         """The first of the nodes of `names` that is getting a model from outside."""

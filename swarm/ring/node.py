@@ -126,10 +126,8 @@ class RingNode:
         self._listener = listener
 
     def loads(self) -> tuple[RingLoad, ...]:
-        firsts = [stages[0].node for stages in self._plan.rings]
-        trips = [self._membership.round_trip_ms(first) if first != self.node else None for first in firsts]
-        running = [self._board.sessions_on(self._plan.epoch, ring, self.node) for ring in range(len(firsts))]
-        return tuple(RingLoad(sessions, trip or 0.0) for sessions, trip in zip(running, trips, strict=True))
+        rings, trip = range(len(self._plan.rings)), self._membership.round_trip_ms
+        return tuple(self._board.load(self._plan, ring, self.node, trip) for ring in rings)
 
     async def send(self, to: NodeId, message: Message) -> None:
         if to == self.node:

@@ -34,6 +34,8 @@ class RingLoad:
     """That other nodes run on it, by the last word of each."""
     round_trip_ms: float = 0.0
     """To its first stage; 0 where that is here, or was not measured."""
+    transit_ms: float = 0.0
+    """What a token of ours spends on links on its way round; 0 where that was not measured."""
 
 
 class RingPort(Protocol):

@@ -740,7 +740,7 @@ async def test_a_session_knows_how_many_share_its_ring() -> None:
                 tasks.start_soon(collect, h.coordinator, ask(f"question {number}"))
             await until(lambda: h.coordinator.stats().running == 4)
             assert h.coordinator.stats().ring_sessions == (1, 3)
-            shared = sorted(h.coordinator.others(turn) for turn in h.coordinator._turns.values())
+            shared = sorted(h.coordinator.company(turn).others for turn in h.coordinator._turns.values())
             assert shared == [2, 2, 2, 2]
             h.ring.go_on()
 

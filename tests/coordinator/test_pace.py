@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.coordinator.pace import CLOCK_TICK_S, DEPTHS, MODEL, PLAIN_WINDOWS, Latency, Pace, Speculation
+from swarm.coordinator.pace import CLOCK_TICK_S, DEPTHS, MODEL, PLAIN_WINDOWS, Company, Latency, Pace, Speculation
 
 ROW_S = {1: 0.090, 2: 0.083, 4: 0.096, 8: 0.131}
 """Measured: the 1.5B model on one core."""
@@ -193,10 +193,10 @@ def test_a_model_drafts_where_stages_would_stand_idle_and_not_where_others_keep_
     pace.drafted(1, 0.035)
     assert pace.choose([MODEL] * 10, drafted=False).k > 0
     for users in range(max(2, stages), 9):
-        pace.share(users - 1)
+        pace.share(Company(users - 1))
         assert pace.choose([MODEL] * 10, drafted=False).k == 0
         assert not pace.promising
-    pace.share(0)
+    pace.share(Company(0))
     assert pace.choose([MODEL] * 10, drafted=False).k > 0
     assert pace.promising
 
@@ -205,8 +205,22 @@ def test_a_model_that_takes_next_to_nothing_and_is_nearly_always_right_pays_in_c
     pace = measured(2)
     teach(pace, MODEL, 0.98)
     pace.drafted(1, 0.001)
-    pace.share(1)
+    pace.share(Company(1))
     assert pace.choose([MODEL] * 10, drafted=False).k > 0
+
+
+def test_links_that_take_most_of_the_time_leave_stages_idle() -> None:
+    """In company too: what stages do not compute they can do for drafts. The links never take all of it."""
+    pace = measured(2)
+    teach(pace, MODEL, 0.75)
+    pace.drafted(1, 0.035)
+    plain_s = pace.plain_s
+    assert plain_s is not None
+    found = []
+    for part in (0.0, 0.5, 0.9, 1.0, 1e9):
+        pace.share(Company(2, part * plain_s))
+        found.append(pace.choose([MODEL] * 10, drafted=False).k)
+    assert found[0] == 0 < found[2] <= found[3] == found[4]
 
 
 def test_a_stage_that_runs_many_sessions_at_once_leaves_less_room_for_rows() -> None:
@@ -215,7 +229,7 @@ def test_a_stage_that_runs_many_sessions_at_once_leaves_less_room_for_rows() -> 
     teach(pace, 4, 0.6)
     found = []
     for others in (0, 3, 15):
-        pace.share(others)
+        pace.share(Company(others))
         found.append(pace.choose([4] * 10).k)
     assert found == sorted(found, reverse=True)
     assert found[0] > found[-1] == 0
@@ -265,7 +279,7 @@ def test_company_never_makes_drafting_look_better(
     for drafted in (True, False):
         rates = []
         for number in others:
-            pace.share(number)
+            pace.share(Company(number))
             rates.append(pace.choose([MODEL] * 10, drafted).rate)
         assert rates[1] <= rates[0] / 0.98  # of the best, the smallest that comes near it is chosen
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from swarm.protocol.ids import NO_EPOCH, Epoch, NodeId
 from swarm.protocol.limits import MAX_SESSIONS_PER_STAGE
 from swarm.protocol.messages import Member, MemberState, Phase, Progress, StageReport
+from swarm.protocol.plan import Plan, Stage
 from swarm.ring.board import NOTICES_KEPT, Board
 
 A, B = NodeId("a" * 32), NodeId("b" * 32)
@@ -72,3 +73,17 @@ def test_sessions_on_a_ring_are_those_of_the_others_in_this_epoch() -> None:
     assert board.sessions_on(NO_EPOCH, 0, besides=A) == 3
     assert board.sessions_on(NO_EPOCH, 1, besides=A) == 1 + MAX_SESSIONS_PER_STAGE
     assert board.sessions_on(NO_EPOCH, 2, besides=A) == 0
+
+
+def test_the_links_of_a_ring_are_those_on_a_tokens_way_round() -> None:
+    """Half a round trip to the first stage, what each stage says of its own, half a round trip from the last."""
+    a, b, c = (NodeId(letter * 32) for letter in "abc")
+    stages = tuple(Stage(node, "", i, i + 1, "CPU", 1) for i, node in enumerate((a, b, c)))
+    board = Board(reports={a: replace(report(a, 1.0), hop_ms=3.0), b: replace(report(b, 1.0), hop_ms=5.0)})
+    plan, trips = Plan(NO_EPOCH, None, stages), {a: 20.0, c: 2.0}
+    assert board.load(plan, 0, b, trips.get).transit_ms == 10.0 + 3.0 + 5.0 + 1.0
+    assert board.load(plan, 0, a, trips.get).transit_ms == 0.0 + 3.0 + 5.0 + 1.0
+    assert board.load(plan, 0, c, {}.get).transit_ms == 3.0 + 5.0
+    for nonsense in (float("nan"), float("inf"), -1.0):
+        board.reports[b] = replace(report(b, 1.0), hop_ms=nonsense)
+        assert board.load(plan, 0, c, {}.get).transit_ms == 3.0
