@@ -37,6 +37,7 @@ from swarm.ring.handshake import Credentials
 from swarm.ring.identity import load_or_create
 from swarm.ring.mesh import Mesh
 from swarm.ring.port import RingListener, RingLoad
+from swarm.ring.stage import warm_up
 from swarm.ring.websocket import LinkServer, dial
 from swarm.ring.worker import StageWorker
 
@@ -233,7 +234,11 @@ def _node(pipe: Connection, setup: Setup, number: int, home: Path) -> None:
 async def _serve(pipe: Connection, setup: Setup, number: int, home: Path) -> None:
     own = Credentials(load_or_create(home), f"node{number}", "bench", _SECRET)
     engine, layers = stage_engine(setup.target, number, len(setup.cores), KV_TOKENS)
-    draft = DraftModel(stage_engine(setup.draft, 0, 1, KV_TOKENS)[0]) if setup.draft else None
+    small = stage_engine(setup.draft, 0, 1, KV_TOKENS)[0] if setup.draft else None
+    for one in (engine, small):
+        if one is not None:
+            warm_up(one)
+    draft = DraftModel(small) if small else None
     language = LanguageModel(None, Tokenizer.load(setup.target), KV_TOKENS)
     node = Node(own.node)
     server = LinkServer(own, node.mesh.serve)

@@ -105,12 +105,15 @@ class Answer:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.speculation", description=__doc__)
     parser.add_argument("--only", choices=("ours", "genai"), help="the parties of one side")
+    parser.add_argument("--party", choices=(*OURS, *GENAI), action="append", help="only these (default: all)")
     parser.add_argument("--lengths", action="store_true", help=f"answers of {LENGTHS} tokens too")
     parser.add_argument("--first", action="store_true", help="go before all other processes of a busy PC (Linux, root)")
     parser.add_argument("--quick", action="store_true", help="two prompts of 24 tokens, four parties, nothing kept")
     arguments = parser.parse_args()
     quick = arguments.quick
     parties = [name for side in (OURS, GENAI) for name in side if arguments.only in (None, _side(name))]
+    if arguments.party:
+        parties = [name for name in parties if name in arguments.party]
     if quick:
         parties = [name for name in parties if name in ("plain", "adaptive", "k3", "genai_draft3")]
     prompts = dict(list(ALL_PROMPTS.items())[:2]) if quick else ALL_PROMPTS

@@ -7,22 +7,16 @@ from collections.abc import Callable
 import anyio
 import anyio.to_thread
 
-from swarm.coordinator.draft_book import DraftBook
 from swarm.coordinator.draft_model import DraftModel
 from swarm.coordinator.drafter import Drafter
-from swarm.coordinator.events import AskDraft
 from swarm.engine.base import Engine
 from swarm.engine.paged import PagedEngine
-from swarm.engine.pages import use_huge_pages
 from swarm.model.shard import load_shard
 from swarm.model.store import Store
 from swarm.protocol.errors import SwarmError
-from swarm.protocol.ids import SessionId
-from swarm.protocol.sampling import GREEDY
 from swarm.ring.fit import DRAFT_KV_TOKENS
+from swarm.ring.stage import warm_up
 from swarm.ring.supply import Model
-
-WARM_UP_ROWS = 16
 
 BuildDraft = Callable[[Model], Engine]
 """Builds the engine of a whole model; blocking, seconds. Raises `SwarmError`."""
@@ -35,23 +29,10 @@ def paged_draft(store: Store, device: str) -> BuildDraft:
         manifest = draft.manifest
         shard = load_shard(manifest, store, 0, len(manifest.layers))
         engine = PagedEngine(shard, device, DRAFT_KV_TOKENS, manifest.vocabulary)
-        _warm_up(engine)
+        warm_up(engine)
         return engine
 
     return build
-
-
-def _warm_up(engine: Engine) -> None:
-    """A forward as a first ask begins with: kernels are made and weights packed before anybody waits for them."""
-    session = SessionId("00000000-0-00000000")
-    ask = AskDraft(0, WARM_UP_ROWS, tuple(range(WARM_UP_ROWS)), 1, GREEDY)
-    book = DraftBook()
-    book.put(session, ask)
-    while book:
-        batch = book.step(engine.max_rows)
-        book.ran(batch, engine.run(batch))
-    engine.close_session(session)
-    use_huge_pages()
 
 
 class DraftHost:

@@ -25,6 +25,10 @@ ASK_S = 1.0
 prompt is fed on afterwards, for the next ask."""
 
 
+PATIENT_S = 60.0
+"""The same where nobody waits: the model reads a prompt beside the ring, on a device that it may share."""
+
+
 class DraftModel:
     """Implements `drafter.Drafter` over an engine that holds a whole model. `run` owns the thread; the engine, which
     nobody else may use meanwhile, is its owner's to close."""
@@ -74,7 +78,7 @@ class DraftModel:
         done = self._done[job] = anyio.Event()
         self._woken.set()
         try:
-            with anyio.move_on_after(self._ask_s) as waiting:
+            with anyio.move_on_after(PATIENT_S if ask.patient else self._ask_s) as waiting:
                 await done.wait()
             if waiting.cancelled_caught:
                 job.count = 0

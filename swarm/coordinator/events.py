@@ -91,6 +91,8 @@ class AskDraft:
     """The whole sequence: what is certain, and what is drafted already."""
     count: int
     sampling: SamplingParams
+    patient: bool = False
+    """Nobody waits for it: the model reads what it has not read yet, however long that takes."""
 
 
 @dataclass(frozen=True, slots=True)

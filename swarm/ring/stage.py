@@ -173,7 +173,7 @@ class StageHost:
         engine = await anyio.to_thread.run_sync(self._build, manifest, self._store, stage, plan)
         self._prepared = _Held(engine, plan.model, stage.start, stage.end, plan.kv_tokens, plan.engine, blobs)
         self._report(Phase.WARM_UP, what, 0, 0, 0.0)
-        await anyio.to_thread.run_sync(_warm_up, engine)
+        await anyio.to_thread.run_sync(warm_up, engine)
         await anyio.to_thread.run_sync(drop_mapped_pages, self._store.root / "blobs")
 
     async def _make_room(self, stage: Stage) -> None:
@@ -234,7 +234,7 @@ class StageHost:
         await self._close(prepared)
 
 
-def _warm_up(engine: Engine) -> None:
+def warm_up(engine: Engine) -> None:
     """A prefill and a decode step: kernels are made, weights are packed, memory is touched before the first prompt."""
     session = SessionId("00000000-0-00000000")
     for kind, start, rows in ((RowKind.PREFILL, 0, WARM_UP_ROWS), (RowKind.DECODE, WARM_UP_ROWS, 1)):
