@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import anyio
@@ -144,6 +145,14 @@ async def test_a_cancelled_ask_stops_between_two_steps() -> None:
         engine.gate = threading.Semaphore(100)
         assert await model.draft(session(2), ask((1, 2), 1)) == following((1, 2), 1)
     assert [batch[0].session for batch in engine.batches] == [session(1), session(1), session(2)]
+
+
+async def test_an_ask_that_nobody_waits_for_takes_its_time() -> None:
+    """The model reads a prompt beside a ring on the same device; it is not given up for that."""
+    async with drafting(Gated(open_=True), ask_s=0.0) as model:
+        assert await model.draft(session(1), ask(PROMPT, 1)) == ()
+        patient = replace(ask((3,) * 200, 1), patient=True)
+        assert await model.draft(session(2), patient) == following((3,) * 200, 1)
 
 
 async def test_a_late_ask_gets_what_there_is_and_its_prompt_is_fed_on() -> None:
