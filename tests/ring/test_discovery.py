@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from swarm.protocol.errors import ProtocolError, UsageError
 from swarm.protocol.ids import NodeId
 from swarm.protocol.limits import MAX_NAME_CHARS
+from swarm.protocol.version import PROTOCOL_VERSION
 from swarm.ring import discovery as discovery_module
 from swarm.ring.discovery import (
     Announcement,
@@ -59,7 +60,7 @@ def txt(**changes: str | bytes | None) -> dict[bytes, bytes | None]:
 def test_what_is_announced_is_read() -> None:
     peer = read_peer(NODE, txt(), [LAN_ADDRESS, IPv4Address("127.0.0.1")], 7420, OWN)
     assert peer == DiscoveredPeer(
-        NODE, "office", "swarm", "0123456789abcdef", ("192.168.1.30:7420",), 1, DiscoveredState.FOUNDING
+        NODE, "office", "swarm", "0123456789abcdef", ("192.168.1.30:7420",), PROTOCOL_VERSION, DiscoveredState.FOUNDING
     )
 
 
