@@ -41,9 +41,9 @@ from swarm.protocol.ids import BlobId, Epoch, NodeId
 from swarm.protocol.plan import Plan, Stage
 from swarm.ring.blob_client import BlobSource
 from swarm.ring.blob_server import BlobServer
-from swarm.ring.fit import ModelShape
 from swarm.ring.identity import load_or_create
 from swarm.ring.plan import Offer, make_plan
+from swarm.ring.supply import shape_of
 from swarm.ring.transfer import BlobFetcher
 
 SECRET = b"bench" * 7
@@ -168,8 +168,8 @@ async def replanning(whole: Store, model: BlobId, root: Path) -> dict[str, float
     """A third node joins two: what the real plan moves, over real transfers, against the least of any order."""
     manifest = Manifest.decode(whole.read(model))
     names = [NodeId(letter * 32) for letter in "abc"]
-    two = make_plan(_shape(model, manifest), [_offer(name) for name in names[:2]], Epoch(1, names[0]))
-    three = make_plan(_shape(model, manifest), [_offer(name) for name in names], Epoch(2, names[0]), previous=two)
+    two = make_plan(shape_of(model, manifest), [_offer(name) for name in names[:2]], Epoch(1, names[0]))
+    three = make_plan(shape_of(model, manifest), [_offer(name) for name in names], Epoch(2, names[0]), previous=two)
     if (len(two.stages), len(three.stages)) != (2, 3):
         raise SystemExit(f"the plans are not of 2 and 3 stages: {two.note}; {three.note}")
     stores = {name: _opened(root / f"node-{name[0]}") for name in names}
@@ -195,19 +195,6 @@ async def replanning(whole: Store, model: BlobId, root: Path) -> dict[str, float
         "replan_bytes_to_plan": total / least_of_plan,
         "replan_mb": total / 1e6,
     }
-
-
-def _shape(model: BlobId, manifest: Manifest) -> ModelShape:
-    return ModelShape(
-        manifest=model,
-        layer_bytes=tuple(layer.bytes for layer in manifest.layers),
-        embedding_bytes=manifest.embedding.bytes,
-        head_bytes=manifest.head.bytes,
-        head_uses_embedding=manifest.tied,
-        kv_bytes_per_token=manifest.kv_bytes_per_token,
-        hidden_size=manifest.hidden_size,
-        context_tokens=manifest.context_tokens,
-    )
 
 
 def _offer(node: NodeId) -> Offer:

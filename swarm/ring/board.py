@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from math import fsum, inf
+from math import fsum
 
 from swarm.protocol.ids import Epoch, NodeId
 from swarm.protocol.limits import MAX_SESSIONS_PER_STAGE
@@ -50,7 +50,7 @@ class Board:
         stages = plan.rings[ring]
         first, last = (0.0 if s.node == node else round_trip(s.node) or 0.0 for s in (stages[0], stages[-1]))
         told = [self.reports[stage.node].hop_ms for stage in stages[:-1] if stage.node in self.reports]
-        hops = fsum(hop for hop in told if 0 <= hop < inf)  # a peer may say anything
+        hops = fsum(max(0.0, hop) for hop in told)
         return RingLoad(self.sessions_on(plan.epoch, ring, node), first, (first + last) / 2 + hops)
 
     def busy_outside(self, names: dict[NodeId, str]) -> str:

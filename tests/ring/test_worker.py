@@ -175,6 +175,29 @@ async def test_a_full_stage_gives_up_no_session_that_waits(monkeypatch: pytest.M
     assert [type(message) for message in sent[1:]] == [Drawn] * 3
 
 
+async def test_what_is_refused_takes_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that sends nonsense under ever new names holds nothing here, and nobody up."""
+    monkeypatch.setattr(limits, "MAX_SESSIONS_PER_STAGE", 2)
+    box = PostBox()
+    async with serving(HeldEngine(), box, plan=ALONE) as worker:
+        for session in range(1, 9):
+            await worker.deliver(segment(session, start=-1))
+        await box.wait(8)
+        await worker.deliver(segment(9))
+        assert isinstance((await box.wait(9))[-1][1], Drawn)
+
+
+async def test_asking_for_many_sessions_takes_no_more_places_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_SESSIONS_PER_STAGE", 3)
+    box, engine = PostBox(), HeldEngine()
+    async with serving(engine, box, plan=ALONE) as worker:
+        for number, session in enumerate(range(1, 9), 1):
+            worker.adopt(adopt(session, 40))
+            await box.wait(number)
+        await until(lambda: len(engine.closed) == 5)
+        assert engine.closed == [segment(session).session for session in range(1, 6)]
+
+
 async def test_caches_that_rest_give_way_to_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_module, "RESTED_S", -1.0)
     box, engine = PostBox(), HeldEngine(kv_tokens=128)
