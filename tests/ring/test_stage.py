@@ -21,6 +21,7 @@ from swarm.model.store import Store
 from swarm.protocol.config import STATEFUL
 from swarm.protocol.errors import DeviceError, ModelError, SwarmError
 from swarm.protocol.ids import BlobId, Epoch, NodeId, SessionId
+from swarm.protocol.limits import MAX_MANIFEST_BYTES
 from swarm.protocol.messages import Message, Phase, RowKind, Segment
 from swarm.protocol.plan import Plan, Stage
 from swarm.protocol.sampling import GREEDY
@@ -446,3 +447,10 @@ async def test_a_plan_that_stopped_what_a_newer_one_counted_on(cutover: Cutover,
     cutover.activate(plan(4), True)
     await told.until(lambda: told.active == [1, 2, 3, 4])
     assert host.worker is not None
+
+
+async def test_a_manifest_of_an_absurd_size_is_not_fetched(host: StageHost, bench: Bench) -> None:
+    """A member record says how large it is, and a member may say anything."""
+    with pytest.raises(ModelError, match="manifest too large"):
+        await host.manifest(MODEL, MAX_MANIFEST_BYTES + 1, [])
+    assert not bench.fetched
