@@ -49,7 +49,9 @@ def on_core(core: int, function: Callable[..., T], *arguments: Any) -> T:
 def first_in_line(wanted: bool, processes: Sequence[int] = ()) -> Iterator[None]:
     """Where `wanted`: this process and those go before everything else on their cores, for a turn of seconds.
 
-    For a machine that others use at the same time. Linux, as root; raises ``PermissionError`` for others.
+    For a machine that others use at the same time. Linux, as root; raises ``PermissionError`` for others. A draft model
+    and a stage on one core take turns only as often as ``/proc/sys/kernel/sched_rr_timeslice_ms`` says: 4 is like
+    everyday scheduling.
     """
     found = [psutil.Process(), *map(psutil.Process, processes)] if wanted else []
     began = time.perf_counter()
@@ -72,7 +74,7 @@ def _schedule(processes: Sequence[psutil.Process], *, realtime: bool) -> None:
             # A main thread, with its event loop, goes before the threads that compute: it does by itself otherwise.
             priority = 1 + (thread.id == process.pid) if realtime else 0
             with suppress(ProcessLookupError):  # it ended meanwhile
-                policy = os.SCHED_FIFO if realtime else os.SCHED_OTHER
+                policy = os.SCHED_RR if realtime else os.SCHED_OTHER
                 os.sched_setscheduler(thread.id, policy, os.sched_param(priority))
 
 
