@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from ipaddress import IPv4Interface
 from random import Random
-from typing import Any, TypeAlias
+from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -57,25 +57,17 @@ from swarm.ring.gathering import Gatherer
 from swarm.ring.identity import keep_incarnation
 from swarm.ring.interfaces import InterfaceChoice, advertised, choose, chosen_addresses, gather
 from swarm.ring.library import Library
-from swarm.ring.machine import resident_bytes
 from swarm.ring.membership import Membership
 from swarm.ring.mesh import Mesh
 from swarm.ring.pairing import UNDECIDED_FINGERPRINT, fingerprint
 from swarm.ring.port import RingListener, RingLoad
+from swarm.ring.reporting import Meter, Reporter
 from swarm.ring.stage import StageHost
 from swarm.ring.supply import Model
 from swarm.ring.transfer import BlobFetcher
 from swarm.ring.websocket import LinkServer, dial
-from swarm.ring.worker import NO_STATS
 
 TICK_S = 0.25
-REPORT_S = 1.0
-PROGRESS_S = 0.5
-"""Between two progress messages of one phase."""
-
-
-Meter: TypeAlias = Callable[[], tuple[float, int, tuple[int, ...]]]
-"""Tokens per second, sessions, and sessions on each ring, of this node's coordinator."""
 
 
 class RingNode:
@@ -107,9 +99,7 @@ class RingNode:
         self._gone = anyio.Event()
         self._fatal: SwarmError | None = None
         self._found: dict[NodeId, tuple[str, ...]] = {}
-        self._progress_told = (Phase.IDLE, float("-inf"))
         self._listener: RingListener | None = None
-        self._meter: Meter = _no_meter
         self._plan = NO_PLAN
 
     # --- the door to the coordinator --------------------------------------------------------------------------------
@@ -143,7 +133,7 @@ class RingNode:
         `meter` says what this node's coordinator does. Raises `UsageError` where the port cannot be had or the code is
         refused.
         """
-        self._meter = meter
+        self._reporter = Reporter(self.node, self._board, self._mesh.post_all, meter)
         choices = await anyio.to_thread.run_sync(_choose_interfaces, self._config.interfaces)
         await self._server.start(self._config.port)
         self._membership = Membership(first_record(self._config, advertised(choices, self._server.port)), Random())
@@ -200,16 +190,13 @@ class RingNode:
         self._queue(self._forming.handle(event, time.monotonic()))
 
     async def _tick(self) -> None:
-        reported = 0.0
         while True:
             self._tell_membership(ev.Tick())
             self._tell_forming(ev.Tick())
             worker = self._stage.worker
             if worker is not None and worker.broken:
                 self._tell_forming(ev.LocalStageBroken(worker.plan.epoch, worker.broken))
-            if time.monotonic() - reported >= REPORT_S:
-                reported = time.monotonic()
-                self._report_stage()
+            self._reporter.stage(self.plan, worker, self._membership.round_trip_ms)
             await anyio.sleep(TICK_S)
 
     def link_up(self, node: NodeId, name: str, dialled: str) -> None:
@@ -371,36 +358,9 @@ class RingNode:
         self._tell_membership(ev.LocalChange(replace(self._membership.me, **fields)))
 
     def report(self, phase: Phase, label: str, done: int, total: int, rate: float) -> None:
-        """Progress of this node's own work, for every screen; not too often."""
-        progress = Progress(self.node, phase, label, done, total, rate)
-        self._board.progress[self.node] = progress
-        told, when = self._progress_told
-        now = time.monotonic()
-        if phase is not told or now - when >= PROGRESS_S or done == total:
-            self._progress_told = (phase, now)
-            self._mesh.post_all(progress)
+        """Progress of this node's own work."""
+        if self._reporter.progress(phase, label, done, total, rate):
             self._tell_forming(ev.ProgressHeard(self.node))
-
-    def _report_stage(self) -> None:
-        rate, sessions, ring_sessions = self._meter()
-        worker, plan = self._stage.worker, self.plan
-        stats = worker.stats() if worker is not None else NO_STATS
-        following = plan.after(self.node) if plan.stage_of(self.node) else None
-        trip = self._membership.round_trip_ms(following.node) if following else None
-        report = StageReport(
-            node=self.node,
-            epoch=plan.epoch,
-            step_ms=stats.step_ms,
-            hop_ms=(trip or 0.0) / 2,
-            rows_per_second=stats.rows_per_second,
-            tokens_per_second=rate,
-            sessions=sessions,
-            waiting=stats.waiting,
-            memory_bytes=resident_bytes(),
-            ring_sessions=ring_sessions,
-        )
-        self._board.reports[self.node] = report
-        self._mesh.post_all(report)
 
     # --- the model and the stage ------------------------------------------------------------------------------------
 
@@ -492,7 +452,3 @@ class RingNode:
 
 def _choose_interfaces(wanted: tuple[str, ...]) -> tuple[InterfaceChoice, ...]:
     return choose(gather(), wanted)
-
-
-def _no_meter() -> tuple[float, int, tuple[int, ...]]:
-    return 0.0, 0, ()
