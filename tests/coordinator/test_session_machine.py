@@ -1,7 +1,8 @@
 """A session against a ring and a draft model that do whatever they may do.
 
 Stages run in any order, links lose and reorder across attempts, stages refuse and forget, or hold a beginning already,
-answers are repeated, epochs change, drafts are right, wrong, short or late. Whatever happens, the text is that of plain decoding.
+answers are repeated, epochs change, drafts are right, wrong, short or late. Whatever happens, the text is that of plain
+decoding.
 """
 
 from __future__ import annotations
