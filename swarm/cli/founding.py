@@ -68,8 +68,11 @@ async def find_swarm(me: NodeId, name: str, swarm: str, port: int, scan: Scan) -
     return await _listen(Announcement(me, name, swarm, UNDECIDED_FINGERPRINT, port, _FOUNDING), scan, decide)
 
 
-async def check_code(code: str, me: NodeId, name: str, swarm: str, port: int, scan: Scan) -> None:
-    """Listen whether `code` is that of the swarm on this network, where there is one. Raises `UsageError`."""
+async def check_code(code: str, me: NodeId, name: str, swarm: str, port: int, scan: Scan) -> bool:
+    """Listen whether `code` is that of the swarm on this network; False where there is none to be heard.
+
+    Raises `UsageError` for another.
+    """
     ours = fingerprint(await anyio.to_thread.run_sync(derive_secret, code, swarm))
 
     def decide(peers: Sequence[DiscoveredPeer], waited_s: float) -> Look:
@@ -80,6 +83,7 @@ async def check_code(code: str, me: NodeId, name: str, swarm: str, port: int, sc
         raise _is_open(swarm, peer.name)
     if peer is not None and peer.fingerprint != ours:
         raise wrong_code(swarm, peer.name)
+    return peer is not None
 
 
 async def _listen(

@@ -26,7 +26,7 @@ from swarm.engine.devices import choose_device
 from swarm.model.sources import resolve
 from swarm.model.store import Store
 from swarm.protocol.config import DEFAULT_API_PORT, DEFAULT_PORT, DRAFT_AUTO, DRAFT_NONE, PAGED, Settings
-from swarm.protocol.errors import UsageError
+from swarm.protocol.errors import StoreError, UsageError
 from swarm.protocol.messages import Phase
 from swarm.protocol.snapshot import Snapshot, SpeculationView
 from swarm.ring.board import RingView
@@ -52,8 +52,8 @@ async def run(settings: Settings) -> None:
     await anyio.to_thread.run_sync(_check, settings)
     with hold_home(settings.home):
         identity = await anyio.to_thread.run_sync(load_or_create, settings.home)
-        code = await _pair(settings, identity)
-        await _Node(settings, identity, code).run()
+        code, kept = await _pair(settings, identity)
+        await _Node(settings, identity, code, kept).run()
 
 
 def _check(settings: Settings) -> None:
@@ -77,27 +77,32 @@ def _name(settings: Settings) -> str:
     return settings.name or default_name()
 
 
-async def _pair(settings: Settings, identity: Identity) -> str:
-    """The pairing code; empty in an open swarm. Raises `UsageError` for a wrong one, or where nobody can be asked."""
+async def _pair(settings: Settings, identity: Identity) -> tuple[str, bool]:
+    """The pairing code, empty in an open swarm; and whether it is kept on disk. Raises `UsageError` for a wrong one, or
+    where nobody can be asked.
+
+    A code that was given for a peer, and that no PC heard here could confirm, is kept once a link has proved it.
+    """
     if settings.open:
-        return ""
+        return "", True
     known = await anyio.to_thread.run_sync(load_code, settings.home, settings.swarm)
     given = None if settings.code is None else parse_code(settings.code)
     if known is not None and given in (None, known):
-        return known
+        return known, True
 
     def scan() -> Sequence[IPv4Interface]:
         return chosen_addresses(choose(gather(), settings.interfaces))
 
     whoami = identity.node, _name(settings), settings.swarm, settings.port or DEFAULT_PORT, scan
     if given is not None:
-        await founding.check_code(given, *whoami)
         code = given
+        if not await founding.check_code(given, *whoami) and settings.peers:
+            return code, False
     else:
         peer = await founding.find_swarm(*whoami)
         code = new_code() if peer is None else await founding.obtain_code(peer, settings.swarm, _asker(settings))
     await anyio.to_thread.run_sync(save_code, settings.home, settings.swarm, code)
-    return code
+    return code, True
 
 
 def _asker(settings: Settings) -> founding.AskCode:
@@ -123,10 +128,12 @@ def _asker(settings: Settings) -> founding.AskCode:
 class _Node:
     """The parts of a node, and the one task group that runs them."""
 
-    def __init__(self, settings: Settings, identity: Identity, code: str) -> None:
+    def __init__(self, settings: Settings, identity: Identity, code: str, kept: bool) -> None:
+        """`kept`: the code is on disk already."""
         self._settings = settings
         self._identity = identity
         self._code = code
+        self._kept = kept
         self._began = time.monotonic()
         self._rates: deque[float] = deque(maxlen=HISTORY_S)
         self._leaving = anyio.Event()
@@ -148,6 +155,8 @@ class _Node:
                 await group.start(self._ring.run, self._meter)
                 await group.start(self._coordinator.run)
                 group.start_soon(drafts.run)
+                if not self._kept:
+                    group.start_soon(self._keep_code)
                 port = await api.start(API_HOST, settings.api_port or DEFAULT_API_PORT, settings.api_port is not None)
                 self._api = f"http://{API_HOST}:{port}"
                 running.announce(settings.home, self._api)
@@ -162,6 +171,14 @@ class _Node:
                         await self._coordinator.close()
                         await self._ring.leave()
             group.cancel_scope.cancel()
+
+    async def _keep_code(self) -> None:
+        """A code that was given is kept once another PC has shown that it has the same."""
+        await self._ring.joined()
+        try:
+            await anyio.to_thread.run_sync(save_code, self._settings.home, self._settings.swarm, self._code)
+        except StoreError as error:
+            self._notice(str(error))
 
     def _say_goodbye(self) -> None:
         """What a person would wonder about: the node serves until the others have its layers."""

@@ -8,6 +8,7 @@ an earlier start or of an acquirer that is gone, is asked first and not exported
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -81,7 +82,7 @@ class _Gathering:
 
 
 class Gatherer:
-    """Both sides: `gather` and `mend` act for this node, `received` for another one."""
+    """Both sides: `gather` and `mend` act for this node, `run` for others, which `received` tells of."""
 
     def __init__(self, store: Store, stage: StageHost, report: Report, owner: GatherOwner) -> None:
         self._store = store
@@ -91,7 +92,19 @@ class Gatherer:
         self._exporting = anyio.Lock()
         """One exporter at a time: two would share this PC's memory and its line to the outside."""
         self._errands: dict[NodeId, _Errand] = {}
-        self._taking: dict[NodeId, anyio.CancelScope] = {}
+        self._asked: tuple[NodeId, TakeLayers] | None = None
+        """The newest that a member asked of us, and who; `_taking` is what is being done about it."""
+        self._taking = anyio.CancelScope()
+        self._woken = anyio.Event()
+
+    async def run(self) -> None:
+        """Do what members ask, one thing at a time; until cancelled."""
+        while True:
+            await self._woken.wait()
+            self._woken = anyio.Event()
+            if self._asked is not None:
+                with anyio.CancelScope() as self._taking:
+                    await self._take(*self._asked)
 
     # --- the acquirer -----------------------------------------------------------------------------------------------
 
@@ -167,9 +180,12 @@ class Gatherer:
             raise ModelError("no answer from a node that was asked for layers", found="it went away, or fell silent")
         return errand.answer
 
-    async def received(self, sender: NodeId, message: TakeLayers | LayersTaken) -> None:
+    def received(self, sender: NodeId, message: TakeLayers | LayersTaken) -> None:
+        """A question takes the place of the one before: nobody waits for that any more."""
         if isinstance(message, TakeLayers):
-            await self._take(sender, message)
+            self._asked = (sender, message)
+            self._taking.cancel()
+            self._woken.set()
             return
         errand = self._errands.get(sender)
         if errand is not None and errand.asked == message.asked:
@@ -185,32 +201,25 @@ class Gatherer:
         """Its link is down: it will not answer, and nobody waits for what it asked for."""
         if node in self._errands:
             self._errands[node].scope.cancel()
-        if node in self._taking:
-            self._taking[node].cancel()
+        if self._asked is not None and self._asked[0] == node:
+            self._asked = None
+            self._taking.cancel()
 
     # --- a member that is asked -------------------------------------------------------------------------------------
 
     async def _take(self, sender: NodeId, message: TakeLayers) -> None:
-        """Do what `sender` asks, and answer it. What was asked before is dropped: nobody waits for it any more."""
-        for before in self._taking.values():
-            before.cancel()
-        with anyio.CancelScope() as scope:
-            self._taking[sender] = scope
-            try:
-                part = await self._bring_asked(message)
-                data = part.encode()
-                identity = await anyio.to_thread.run_sync(self._store.put_bytes, data)
-                answer = LayersTaken(message.part, identity, len(data), "")
-            except SwarmError as error:
-                answer = LayersTaken(message.part, None, 0, str(error)[:MAX_REASON_CHARS])
-            finally:
-                self._report(Phase.IDLE, "", 0, 0, 0.0)
-                if self._taking.get(sender) is scope:
-                    del self._taking[sender]
-            try:
-                await self._owner.send(sender, answer)
-            except LinkClosedError:
-                return  # the next acquirer asks again
+        """Do what `sender` asks, and answer it."""
+        try:
+            part = await self._bring_asked(message)
+            data = part.encode()
+            identity = await anyio.to_thread.run_sync(self._store.put_bytes, data)
+            answer = LayersTaken(message.part, identity, len(data), "")
+        except SwarmError as error:
+            answer = LayersTaken(message.part, None, 0, str(error)[:MAX_REASON_CHARS])
+        finally:
+            self._report(Phase.IDLE, "", 0, 0, 0.0)
+        with contextlib.suppress(LinkClosedError):  # the next acquirer asks again
+            await self._owner.send(sender, answer)
 
     async def _bring_asked(self, message: TakeLayers) -> Manifest:
         asked = await self._manifest(message.part, message.part_bytes)

@@ -95,7 +95,7 @@ class RingNode:
         self._woken = anyio.Event()
         self._drained = anyio.Event()
         self._moved = anyio.Event()
-        """Set, and made anew, when a plan comes into force or a link goes."""
+        """Set, and made anew, when a plan comes into force, and when a link comes or goes."""
         self._gone = anyio.Event()
         self._fatal: SwarmError | None = None
         self._found: dict[NodeId, tuple[str, ...]] = {}
@@ -150,7 +150,7 @@ class RingNode:
                 told = (self._prepared, self._activated, self._broke)
                 self._cutover = Cutover(group, self._stage, library.prepare, *told)
                 tasks = (self._discovery.run, self._mesh.run_heartbeats, self._tick, self._run_effects)
-                for task in (*tasks, self._drafts.run):
+                for task in (*tasks, self._drafts.run, self._gatherer.run):
                     group.start_soon(task)
                 group.start_soon(library.recall, self._config.wanted)
                 for host, port in self._config.peers:
@@ -178,6 +178,11 @@ class RingNode:
             await self._mesh.close("it was stopped")
         self._gone.set()
 
+    async def joined(self) -> None:
+        """Until another node is linked here: both have proved that they know the same code."""
+        while not self._mesh.nodes:
+            await self._moved.wait()
+
     def _others(self) -> list[Member]:
         return [m for m in self._membership.members if m.node != self.node and m.node in self._membership.linked]
 
@@ -202,6 +207,7 @@ class RingNode:
     def link_up(self, node: NodeId, name: str, dialled: str) -> None:
         self._tell_membership(ev.LinkUp(node, dialled))
         self._discovery.update(self._announcement())
+        self._stir()
 
     def link_down(self, node: NodeId, reason: str) -> None:
         self._tell_membership(ev.LinkDown(node))
@@ -242,7 +248,7 @@ class RingNode:
             case StageReport() if message.node == sender:
                 self._board.reports[sender] = message
             case TakeLayers() | LayersTaken():
-                self._group.start_soon(self._gatherer.received, sender, message)
+                self._gatherer.received(sender, message)
             case _:
                 raise ProtocolError("a message out of place", found=type(message).__name__)
 

@@ -131,7 +131,7 @@ async def test_a_pc_that_listens_finds_the_swarm_and_checks_its_code(monkeypatch
         tasks.start_soon(Discovery(announced, loopback, lambda _: None).run)
         with anyio.fail_after(30):
             found = await find_swarm(me, "pc-b", swarm, 7421, loopback)
-            await check_code(CODE, me, "pc-b", swarm, 7421, loopback)
+            assert await check_code(CODE, me, "pc-b", swarm, 7421, loopback)
         assert found is not None
         assert found.node == them
         monkeypatch.setattr(founding, "LISTEN_S", 5.0)
@@ -146,4 +146,4 @@ async def test_nobody_there(monkeypatch: pytest.MonkeyPatch) -> None:
     swarm, me = f"test-{secrets.token_hex(4)}", NodeId(secrets.token_hex(16))
     with anyio.fail_after(20):
         assert await find_swarm(me, "pc-b", swarm, 7421, loopback) is None
-        await check_code(CODE, me, "pc-b", swarm, 7421, loopback)
+        assert not await check_code(CODE, me, "pc-b", swarm, 7421, loopback)

@@ -1,7 +1,8 @@
 """A session against a ring and a draft model that do whatever they may do.
 
-Stages run in any order, links lose and reorder across attempts, stages refuse and forget, answers are repeated, epochs
-change, drafts are right, wrong, short or late. Whatever happens, the text is that of plain decoding.
+Stages run in any order, links lose and reorder across attempts, stages refuse and forget, or hold a beginning already,
+answers are repeated, epochs change, drafts are right, wrong, short or late. Whatever happens, the text is that of plain
+decoding.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from swarm.coordinator.chunks import MIN_PREFILL_ROWS
 from swarm.coordinator.events import (
     AskDraft,
     Begin,
@@ -90,16 +92,31 @@ class SessionMachine(RuleBasedStateMachine):
         kept = data.draw(st.integers(0, len(self.truth)))
         prompt = ((*(token for token, _ in self.truth[:kept]), *new) or (98,))[: CONTEXT - 1]
         stops = frozenset({STOP} if stop else ())
-        self.turn = Begin(prompt, MODEL, CONTEXT, max_tokens=most, stop_tokens=stops, draft_model=model)
+        held = self.adopt(data, prompt)
+        self.truth += prompt_rows(prompt)[len(self.truth) : held]
+        self.turn = Begin(prompt, MODEL, CONTEXT, max_tokens=most, stop_tokens=stops, held=held, draft_model=model)
         self.drawn = 0
-        fed = self.session.log.fed
+        fed = max(self.session.log.fed, held)
         effects = self.session.handle(self.turn, self.now)
         reused = self.session.reused
         assert reused <= max(0, min(fed, len(prompt) - 2))
         assert [token for token, _ in self.truth[:reused]] == list(prompt[:reused])
         assert reused >= min(fed, kept, len(prompt) - 2) - 1, "a rewind costs one token more at most"
+        assert reused >= held
+        sent = [effect.segment.start for effect in effects if isinstance(effect, SendSegment)]
+        assert not sent or sent[0] == reused, "what is held is not run again"
         self.truth = self.truth[:reused] + prompt_rows(prompt[reused:])
         self.carry_out(effects)
+
+    def adopt(self, data: st.DataObject, prompt: tuple[int, ...]) -> int:
+        """Positions of a new session's prompt that the stages hold, as others computed it; later ones hold no more."""
+        if len(self.session.log) or not self.plan.stages or len(prompt) <= MIN_PREFILL_ROWS:
+            return 0
+        held = len(prompt) - MIN_PREFILL_ROWS
+        for stage in self.ring.stages:
+            held = data.draw(st.integers(0, held))
+            stage.caches[self.session.id] = prompt_rows(prompt)[:held]
+        return held
 
     @precondition(lambda self: self.turn is not None)
     @rule(reason=st.sampled_from([FinishReason.STOP, FinishReason.CANCELLED]))

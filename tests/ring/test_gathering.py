@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import anyio
 import pytest
 
 from swarm.model import exporting, sources
 from swarm.model.exporting import Exporter
-from swarm.model.manifest import ABSENT, Manifest
+from swarm.model.manifest import ABSENT, BlobRef, Manifest
 from swarm.model.publish import publish
 from swarm.model.sources import Source
 from swarm.model.store import Store
-from swarm.protocol.errors import ModelError
+from swarm.protocol.errors import ModelError, StoreError
+from swarm.protocol.ids import BlobId, NodeId
+from swarm.protocol.messages import LayersTaken, Message, TakeLayers
 from swarm.ring import forming, gathering, library
+from swarm.ring.blob_client import BlobSource
 from swarm.ring.fit import Load, fitting_order
-from swarm.ring.gathering import share_out
+from swarm.ring.gathering import Gatherer, GatherOwner, share_out
+from swarm.ring.stage import StageHost
 from swarm.ring.supply import shape_of
 from tests.model import gguf_files, stand_in_exporter
 from tests.model.fake_hub import FakeHub, Repository, serving_to_us
@@ -176,6 +181,60 @@ async def test_a_swarm_too_small_fetches_nothing(hub: FakeHub, mold: tuple[Store
         await one.until(lambda: any("too large" in notice for notice in one.ring.view().notices), "the reason")
         assert "Start more PCs" in one.ring.view().notices[-1]
     assert not hub.layers_sent(0)
+
+
+class Asked:
+    """An owner and a stage host that fetches nothing and remembers what it was to fetch; `gathering` asks both."""
+
+    node = NodeId("0" * 32)
+
+    def __init__(self) -> None:
+        self.fetching: list[BlobId] = []
+        self.most = 0
+        self.answers: list[tuple[NodeId, Message]] = []
+        self.absent = anyio.Event()
+
+    async def fetch(self, blobs: Sequence[BlobRef], *_: object) -> None:
+        self.fetching.append(blobs[0].id)
+        self.most = max(self.most, len(self.fetching))
+        try:
+            await self.absent.wait()
+            raise StoreError("nobody has it")
+        finally:
+            self.fetching.remove(blobs[0].id)
+
+    def sources(self) -> list[BlobSource]:
+        return []
+
+    async def send(self, to: NodeId, message: Message) -> None:
+        self.answers.append((to, message))
+
+
+async def test_however_much_is_asked_one_thing_is_done_and_the_newest(tmp_path: Path) -> None:
+    owner = Asked()
+    gatherer = Gatherer(Store(tmp_path), cast(StageHost, owner), lambda *_: None, cast(GatherOwner, owner))
+    peers = [NodeId(f"{number:032x}") for number in (1, 2)]
+    with anyio.fail_after(20):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(gatherer.run)
+            for number in range(200):
+                gatherer.received(peers[number % 2], TakeLayers(BlobId(f"{number:064x}"), 10, 0, 0))
+                await anyio.wait_all_tasks_blocked()
+                assert owner.fetching == [f"{number:064x}"]
+            gatherer.gone(peers[0])
+            assert owner.most == 1
+            owner.absent.set()
+            await anyio.wait_all_tasks_blocked()
+            ((to, answer),) = owner.answers
+            assert to == peers[1]
+            assert answer == LayersTaken(BlobId(f"{199:064x}"), None, 0, "nobody has it")
+            owner.absent = anyio.Event()
+            gatherer.received(peers[0], TakeLayers(BlobId("f" * 64), 10, 0, 0))
+            await anyio.wait_all_tasks_blocked()
+            gatherer.gone(peers[0])
+            await anyio.wait_all_tasks_blocked()
+            assert not owner.fetching, "nobody waits for it"
+            tasks.cancel_scope.cancel()
 
 
 def test_shares_are_the_plan_that_the_ring_will_have(mold: tuple[Store, Manifest]) -> None:
