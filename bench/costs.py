@@ -24,6 +24,7 @@ from bench.clock import RowCosts
 from bench.report import RESULTS, ROUNDS, cores, first_in_line, on_core, report
 from swarm.engine.paged import PagedEngine
 from swarm.engine.selftest import Chain, segment
+from swarm.engine.shortlist import Shortlist
 from swarm.model.cut import cut
 from swarm.model.layers import Graph, map_layers
 from swarm.model.shard import Shard
@@ -49,15 +50,18 @@ def main() -> None:
         measured = on_core(core, measure, target, stages, rounds, arguments.first)
         figures |= {_name(stages, index, rows): ms for index, found in enumerate(measured) for rows, ms in found}
     if not quick:
-        (found,) = on_core(core, measure, models.draft_int4(), 1, rounds, arguments.first)
+        draft = models.draft_int4()
+        (found,) = on_core(core, measure, draft, 1, rounds, arguments.first, models.shortlist(draft))
         figures |= {_draft_name(rows): ms for rows, ms in found}
     settings = {"context": CONTEXT, "rounds": rounds, "first": arguments.first, "model": target.name}
     report("costs", figures, settings, keep=not quick)
 
 
-def measure(ir: Path, stages: int, rounds: int, first: bool) -> list[list[tuple[int, float]]]:
+def measure(
+    ir: Path, stages: int, rounds: int, first: bool, shortlist: Shortlist | None = None
+) -> list[list[tuple[int, float]]]:
     """Of each stage: (rows, median milliseconds)."""
-    engines = [stage_engine(ir, index, stages, ROWS[-1] * (CONTEXT + 32))[0] for index in range(stages)]
+    engines = [stage_engine(ir, index, stages, ROWS[-1] * (CONTEXT + 32), shortlist)[0] for index in range(stages)]
     chain = Chain(engines)
     text: list[int] = np.random.default_rng(0).integers(100, 2000, CONTEXT).tolist()
     for session in range(ROWS[-1]):
@@ -75,14 +79,16 @@ def measure(ir: Path, stages: int, rounds: int, first: bool) -> list[list[tuple[
     return [[(rows, statistics.median(found[1:])) for rows, found in one.items()] for one in times]
 
 
-def stage_engine(ir: Path, index: int, stages: int, kv_tokens: int) -> tuple[PagedEngine, tuple[int, int]]:
+def stage_engine(
+    ir: Path, index: int, stages: int, kv_tokens: int, shortlist: Shortlist | None = None
+) -> tuple[PagedEngine, tuple[int, int]]:
     """One stage of `stages` of about equal cost, on one thread, and its layers ``[start, end)``."""
     model = ov.Core().read_model(ir / "openvino_model.xml")
     layers = map_layers(Graph.of(model)).layers
     vocabulary = model.output(0).get_partial_shape()[2].get_length()
     start, end = (min(layers, round((layers + HEAD_LAYERS) * i / stages)) for i in (index, index + 1))
     shard = Shard(cut(model, start, end))
-    return PagedEngine(shard, "CPU", kv_tokens, vocabulary, threads=1), (start, end)
+    return PagedEngine(shard, "CPU", kv_tokens, vocabulary, 1, shortlist=shortlist), (start, end)
 
 
 def kept() -> dict[str, float]:

@@ -3,8 +3,9 @@
 ``python -m bench.drafts [--quick]``
 
 The target answers the eight prompts plainly, greedy and at temperature 0.8; every draft then draws, with the same
-noise, the token that follows each position of these answers. *Right* is the share where both drew the same. Times are
-CPU time of one thread, in which other programs do not count; target and drafts take turns.
+noise, the token that follows each position of these answers, from a shortlist and from the whole vocabulary. *Right* is
+the share where both drew the same. Times are CPU time of one thread, in which other programs do not count; target and
+drafts take turns.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import openvino as ov
@@ -43,17 +44,32 @@ Answer = tuple[str, list[int], list[int]]
 """Name of the sampling, prompt, answer."""
 
 
+@dataclass(frozen=True, slots=True)
+class Party:
+    """A model, and whether it draws from a shortlist."""
+
+    ir: Path
+    short: bool = False
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.drafts", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="two prompts of 16 tokens, few rounds, nothing kept")
     quick = parser.parse_args().quick
-    target, drafts = models.qwen_int4(), {"int8": models.draft(), "int4": models.draft_int4()}
+    target = models.qwen_int4()
+    drafts = {
+        f"{kind}{head}": Party(ir, short=not head)
+        for kind, ir in (("int8", models.draft()), ("int4", models.draft_int4()))
+        for head in ("", "_whole")
+    }
     tokens, prompts = (16, 2) if quick else (TOKENS, len(PROMPTS))
     answers = on_core(cores()[-1], answers_of, target, tokens, prompts)
     figures: dict[str, float] = {}
-    for name, ir in drafts.items():
-        figures |= {f"{name}_right_{kind}": share for kind, share in on_core(cores()[-1], right, ir, answers).items()}
-    figures |= on_core(cores()[-1], speeds, {"target": target, **drafts}, 4 if quick else 24)
+    for name, party in drafts.items():
+        shares = on_core(cores()[-1], right, party, answers)
+        figures |= {f"{name}_right_{kind}": share for kind, share in shares.items()}
+        print(f"{name}: {shares}", flush=True)
+    figures |= on_core(cores()[-1], speeds, {"target": Party(target), **drafts}, 4 if quick else 24)
     settings = {"tokens": tokens, "prompts": prompts, "rows": ROWS}
     settings["times"] = "milliseconds of CPU time of a step at 96 tokens of context, median; one thread"
     report("drafts", figures, settings, keep=not quick)
@@ -61,7 +77,7 @@ def main() -> None:
 
 def answers_of(ir: Path, tokens: int, prompts: int) -> list[Answer]:
     """Plain decoding."""
-    engine, tokenizer = engine_of(ir), Tokenizer.load(ir)
+    engine, tokenizer = engine_of(Party(ir)), Tokenizer.load(ir)
     found: list[Answer] = []
     for text in list(PROMPTS.values())[:prompts]:
         prompt = list(tokenizer.encode(tokenizer.render_chat([("user", text)])))
@@ -78,9 +94,9 @@ def answers_of(ir: Path, tokens: int, prompts: int) -> list[Answer]:
     return found
 
 
-def right(ir: Path, answers: Sequence[Answer]) -> dict[str, float]:
+def right(party: Party, answers: Sequence[Answer]) -> dict[str, float]:
     """Share of the answers' tokens that the draft drew too."""
-    engine = engine_of(ir)
+    engine = engine_of(party)
     judged: dict[str, list[bool]] = {kind: [] for kind in SAMPLINGS}
     for kind, prompt, answer in answers:
         known = prompt + answer[:-1]
@@ -91,14 +107,12 @@ def right(ir: Path, answers: Sequence[Answer]) -> dict[str, float]:
             (output,) = engine.run([replace(wanted, sampling=SAMPLINGS[kind])])
             drawn += output.drawn
         judged[kind] += [one == other for one, other in zip(drawn[len(prompt) - 1 :], answer, strict=True)]
-    shares = {kind: statistics.fmean(found) for kind, found in judged.items()}
-    print(f"{ir.name}: {shares}", flush=True)
-    return shares
+    return {kind: statistics.fmean(found) for kind, found in judged.items()}
 
 
-def speeds(irs: Mapping[str, Path], rounds: int) -> dict[str, float]:
+def speeds(parties: Mapping[str, Party], rounds: int) -> dict[str, float]:
     """Milliseconds of a step of so many rows, in turns."""
-    engines = {name: engine_of(ir) for name, ir in irs.items()}
+    engines = {name: engine_of(party) for name, party in parties.items()}
     for engine in engines.values():
         engine.run([segment(0, 0, list(range(100, 196)), 1)])
     use_huge_pages()  # as a node does
@@ -121,12 +135,13 @@ def speeds(irs: Mapping[str, Path], rounds: int) -> dict[str, float]:
     return {f"{name}_ms": statistics.median(found) for name, found in times.items()}
 
 
-def engine_of(ir: Path) -> PagedEngine:
+def engine_of(party: Party) -> PagedEngine:
     """The whole model on one thread."""
-    model = ov.Core().read_model(ir / "openvino_model.xml")
+    model = ov.Core().read_model(party.ir / "openvino_model.xml")
     layers = map_layers(Graph.of(model)).layers
     vocabulary = model.output(0).get_partial_shape()[2].get_length()
-    return PagedEngine(Shard(cut(model, 0, layers)), "CPU", _KV_TOKENS, vocabulary, threads=1)
+    shortlist = models.shortlist(party.ir) if party.short else None
+    return PagedEngine(Shard(cut(model, 0, layers)), "CPU", _KV_TOKENS, vocabulary, 1, shortlist=shortlist)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,10 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
+from swarm.engine.shortlist import Shortlist, most_needed
 from swarm.model.convert import convert
 from swarm.model.scratch import owned_name
+from swarm.model.tokenizer import Tokenizer
 from swarm.protocol.tensors import Array
 from tests.real_models import (
     cache_directory,
@@ -72,6 +74,12 @@ def qwen_int4() -> Path:
 def draft_int4() -> Path:
     """The draft, INT4 symmetric: IR directory. Made once, in about half a minute."""
     return _int4_ir("draft", "draft-int4-sym")
+
+
+def shortlist(ir: Path) -> Shortlist | None:
+    """What a draft with this tokenizer draws from, as in the product."""
+    tokenizer = Tokenizer.load(ir)
+    return most_needed(tokenizer.tokens(), tokenizer.stop_tokens, tokenizer.vocabulary_size)
 
 
 def _int4_ir(model: str, name: str) -> Path:

@@ -20,6 +20,7 @@ from typing import Any
 
 import anyio
 
+from bench import models
 from bench.costs import stage_engine
 from bench.proxy import DelayProxy
 from bench.report import pin
@@ -234,7 +235,7 @@ def _node(pipe: Connection, setup: Setup, number: int, home: Path) -> None:
 async def _serve(pipe: Connection, setup: Setup, number: int, home: Path) -> None:
     own = Credentials(load_or_create(home), f"node{number}", "bench", _SECRET)
     engine, layers = stage_engine(setup.target, number, len(setup.cores), KV_TOKENS)
-    small = stage_engine(setup.draft, 0, 1, KV_TOKENS)[0] if setup.draft else None
+    small = stage_engine(setup.draft, 0, 1, KV_TOKENS, models.shortlist(setup.draft))[0] if setup.draft else None
     for one in (engine, small):
         if one is not None:
             warm_up(one)

@@ -11,6 +11,7 @@ from swarm.coordinator.draft_model import DraftModel
 from swarm.coordinator.drafter import Drafter
 from swarm.engine.base import Engine
 from swarm.engine.paged import PagedEngine
+from swarm.engine.shortlist import most_needed
 from swarm.model.shard import load_shard
 from swarm.model.store import Store
 from swarm.protocol.errors import SwarmError
@@ -26,9 +27,10 @@ def paged_draft(store: Store, device: str) -> BuildDraft:
     """The paged engine with the device's fastest settings. It shares the cores with a stage of the same PC."""
 
     def build(draft: Model) -> Engine:
-        manifest = draft.manifest
+        manifest, tokenizer = draft.manifest, draft.tokenizer
         shard = load_shard(manifest, store, 0, len(manifest.layers))
-        engine = PagedEngine(shard, device, DRAFT_KV_TOKENS, manifest.vocabulary)
+        shortlist = most_needed(tokenizer.tokens(), tokenizer.stop_tokens, manifest.vocabulary)
+        engine = PagedEngine(shard, device, DRAFT_KV_TOKENS, manifest.vocabulary, shortlist=shortlist)
         warm_up(engine)
         return engine
 

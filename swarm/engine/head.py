@@ -38,12 +38,13 @@ def head_rows(wanted: Sequence[int]) -> Array:
     return np.array([*wanted, *[0] * (MIN_ROWS - len(wanted))], np.int64)
 
 
-def draw_wanted(segment: Segment, logits: Array, tokens: Sequence[int]) -> tuple[int, ...]:
-    """A token after each wanted row. `logits` are theirs, ``[wanted, vocabulary]``; `tokens` the session's so far."""
+def draw_wanted(segment: Segment, logits: Array, tokens: Sequence[int], listed: Array | None = None) -> tuple[int, ...]:
+    """A token after each wanted row. `logits` are theirs, ``[wanted, vocabulary]`` or only those of the ids `listed`;
+    `tokens` the session's so far."""
     end = segment.start + len(segment.tokens)
     history = np.array(tokens, np.int64) if segment.sampling.repetition_penalty != 1.0 else _NO_HISTORY
     positions = range(end - segment.wanted + 1, end + 1)
     return tuple(
-        draw(row, segment.sampling, position, history[:position])
+        draw(row, segment.sampling, position, history[:position], listed)
         for row, position in zip(logits, positions, strict=True)
     )

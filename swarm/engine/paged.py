@@ -24,6 +24,7 @@ from swarm.engine.base import Output, check_rows, first_line
 from swarm.engine.blocks import BlockPool, BlockTable
 from swarm.engine.devices import profile
 from swarm.engine.head import HEAD_ROWS_INPUT, MIN_ROWS, draw_wanted, gather_head_rows, head_rows
+from swarm.engine.shortlist import SHORT_ROWS_INPUT, Shortlist, add_short_head
 from swarm.model.cut import HIDDEN_INPUT, LOGITS_OUTPUT
 from swarm.model.grouping import weight_group, weights_of_graph
 from swarm.model.layers import TOKENS_INPUT
@@ -37,6 +38,9 @@ MAX_ROWS = 1024
 """Of a forward. More rows add little speed and much working memory."""
 
 
+_NO_ROWS = np.empty(0, np.int64)
+
+
 class PagedEngine:
     """Implements `base.Engine` on any shard that the paged-attention pass takes."""
 
@@ -48,11 +52,14 @@ class PagedEngine:
         vocabulary: int,
         threads: int | None = None,
         cache: Path | None = None,
+        shortlist: Shortlist | None = None,
     ) -> None:
         """Compile `shard` (whose model is used up) for `device` with room for `kv_tokens` positions; blocking, seconds.
 
         Token ids lie in ``[0, vocabulary)``. `threads` limits the CPU threads of inference. Under `cache` the plugin
-        may keep what it compiled. Raises `DeviceError` where the device refuses.
+        may keep what it compiled. With a `shortlist` sessions that it suits draw from it, which is for drafts.
+
+        Raises `DeviceError` where the device refuses.
         """
         settings = profile(device)
         self._device = device
@@ -73,6 +80,7 @@ class PagedEngine:
             paged_attention_transformation(model)
             if not self._first:
                 _restore_hidden_size(model, self.hidden_size)
+            self._shortlist = shortlist if shortlist is not None and add_short_head(model, shortlist.ids) else None
             if self._last:
                 gather_head_rows(model, axis=0)
             model.validate_nodes_and_infer_types()
@@ -113,17 +121,20 @@ class PagedEngine:
         if rows.count < MIN_ROWS:
             rows.pad(self._pool.SCRATCH)
         self._set_inputs(rows, batch)
+        listed = self._listed(tables)
         if self._last:
-            self._set(HEAD_ROWS_INPUT, head_rows(rows.wanted))
+            self._set(HEAD_ROWS_INPUT, head_rows(rows.wanted) if listed is None else _NO_ROWS)
+        if self._shortlist is not None:
+            self._set(SHORT_ROWS_INPUT, _NO_ROWS if listed is None else np.array(rows.wanted, np.int64))
         try:
             self._request.infer()
         except RuntimeError as error:
             raise DeviceError("the device failed in a forward", found=first_line(error)) from None
         for table in tables:
             self._pool.publish(table)
-        result = self._request.get_output_tensor(0).data
+        result = self._request.get_output_tensor(0 if listed is None else 1).data
         if self._last:
-            return self._draw(batch, tables, result)
+            return self._draw(batch, tables, result, listed)
         hidden = result.reshape(result.shape[0], -1)
         return [Output(hidden=hidden[first : first + count].copy()) for first, count in rows.spans]
 
@@ -170,12 +181,19 @@ class PagedEngine:
     def _set(self, name: str, values: Array) -> None:
         self._request.set_tensor(name, ov.Tensor(values))
 
-    def _draw(self, batch: Sequence[Segment], tables: Sequence[BlockTable], result: Array) -> list[Output]:
+    def _listed(self, tables: Sequence[BlockTable]) -> Array | None:
+        """The ids whose logits are computed in this forward; None: all of them."""
+        shortlist = self._shortlist
+        return shortlist.ids if shortlist is not None and all(shortlist.suits(each.tokens) for each in tables) else None
+
+    def _draw(
+        self, batch: Sequence[Segment], tables: Sequence[BlockTable], result: Array, listed: Array | None
+    ) -> list[Output]:
         logits = result.reshape(result.shape[0], -1)
         outputs, row = [], 0
         for segment, table in zip(batch, tables, strict=True):
             rows = logits[row : row + segment.wanted]
-            outputs.append(Output(drawn=draw_wanted(segment, rows, table.tokens)))
+            outputs.append(Output(drawn=draw_wanted(segment, rows, table.tokens, listed)))
             row += segment.wanted
         return outputs
 

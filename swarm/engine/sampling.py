@@ -17,24 +17,25 @@ _MAX_NOISE_SPAN = 41.0
 """Gumbel noise from 52-bit uniforms lies in (-3.7, 36.8): a logit this far below the best can never win."""
 
 
-def draw(logits: Array, params: SamplingParams, position: int, history: Array) -> int:
-    """One token from ``[vocabulary]`` f32 logits.
+def draw(logits: Array, params: SamplingParams, position: int, history: Array, listed: Array | None = None) -> int:
+    """One token from ``[vocabulary]`` f32 logits, or from those of the ids `listed` alone, which ascend.
 
     `position` is the absolute position of the token drawn; `history` the ids before it, for the penalty.
     """
     if params.repetition_penalty != 1.0 and len(history):
-        logits = _penalized(logits, history, params.repetition_penalty)
+        seen = np.unique(history)
+        seen = seen[(seen >= 0) & (seen < len(logits))] if listed is None else np.flatnonzero(np.isin(listed, seen))
+        logits = _penalized(logits, seen, params.repetition_penalty)
     if params.greedy:
-        return int(logits.argmax())
+        best = int(logits.argmax())
+        return best if listed is None else int(listed[best])
     ids, scaled = _candidates(logits, params)
-    noise = gumbel(params.seed, position, ids)
-    return int(ids[(scaled + noise).argmax()])
+    ids = ids if listed is None else listed[ids]
+    return int(ids[(scaled + gumbel(params.seed, position, ids)).argmax()])
 
 
-def _penalized(logits: Array, history: Array, penalty: float) -> Array:
+def _penalized(logits: Array, seen: Array, penalty: float) -> Array:
     """CTRL's repetition penalty (Keskar et al. 2019), as in Hugging Face transformers."""
-    seen = np.unique(history)
-    seen = seen[(seen >= 0) & (seen < len(logits))]
     changed = logits.astype(np.float32, copy=True)
     values = changed[seen]
     changed[seen] = np.where(values > 0, values / np.float32(penalty), values * np.float32(penalty))
@@ -43,22 +44,25 @@ def _penalized(logits: Array, history: Array, penalty: float) -> Array:
 
 def _candidates(logits: Array, params: SamplingParams) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
     """Token ids that may be drawn, and their logits over temperature, after top-k, top-p and min-p in that order."""
+    best = float(logits.max())
+    # Few of 100,000 are looked at in f64: a little more is let through than may win, for what f32 rounds.
+    least = np.nextafter(np.float32(best - 1.001 * _MAX_NOISE_SPAN * params.temperature), np.float32(-np.inf))
+    ids = np.flatnonzero(logits >= least)
     # Below the best, not from zero: a tiny temperature would make several logits infinite, and so equal.
-    values = logits.astype(np.float64)
     with np.errstate(over="ignore"):
-        scaled = (values - values.max()) / params.temperature
-    ids = np.flatnonzero(scaled >= -_MAX_NOISE_SPAN)
-    if params.top_k and params.top_k < len(ids):
-        ids = ids[_largest(scaled[ids], params.top_k)]
+        scaled = (logits[ids].astype(np.float64) - best) / params.temperature
+    kept = np.flatnonzero(scaled >= -_MAX_NOISE_SPAN)
+    if params.top_k and params.top_k < len(kept):
+        kept = kept[_largest(scaled[kept], params.top_k)]
     if params.top_p < 1.0:
-        weights = np.exp(scaled[ids])
+        weights = np.exp(scaled[kept])
         order = np.argsort(-weights, kind="stable")
         mass = np.cumsum(weights[order])
         keep = int(np.searchsorted(mass, params.top_p * mass[-1])) + 1
-        ids = np.sort(ids[order[:keep]])
+        kept = np.sort(kept[order[:keep]])
     if params.min_p > 0.0:
-        ids = ids[np.exp(scaled[ids]) >= params.min_p]
-    return ids, scaled[ids]
+        kept = kept[np.exp(scaled[kept]) >= params.min_p]
+    return ids[kept], scaled[kept]
 
 
 def _largest(values: npt.NDArray[np.float64], count: int) -> npt.NDArray[np.int64]:
