@@ -19,7 +19,7 @@ from swarm.protocol.tensors import Array
 
 SHORT_ROWS_INPUT = "short_head_rows"
 
-FIRST = 32_768
+FIRST = 49_152
 """Ids from 0 on that are listed."""
 
 LAST = 2048

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -145,6 +146,19 @@ def test_pruning_changes_no_draw(values: list[float], temperature: float, seed: 
     token = draw(logits, SamplingParams(temperature=temperature, seed=seed), position, NOTHING)
     total = logits.astype(np.float64) / temperature + gumbel(seed, position, np.arange(len(logits), dtype=np.int64))
     assert total[token] == pytest.approx(total.max(), rel=1e-9)
+
+
+@given(logits_lists, params, st.integers(0, 2**20), st.lists(st.integers(0, 39), max_size=10), st.data())
+@settings(max_examples=250, derandomize=True)
+def test_a_shortlist_draws_as_if_the_others_were_impossible(
+    values: list[float], p: SamplingParams, position: int, past: list[int], data: st.DataObject
+) -> None:
+    logits, history = f32(values), np.array(past, np.int64)
+    listed = np.array(sorted(data.draw(st.sets(st.integers(0, len(values) - 1), min_size=1))), np.int64)
+    whole = np.full(len(values), -np.inf, np.float32)
+    whole[listed] = logits[listed]
+    for chosen in (p, replace(p, temperature=0.0)):
+        assert draw(logits[listed], chosen, position, history, listed) == draw(whole, chosen, position, history)
 
 
 def test_top_k_keeps_the_first_of_equal_logits() -> None:

@@ -12,6 +12,7 @@ from swarm.coordinator.coordinator import CoordinatorLimits
 from swarm.coordinator.draft_host import DraftHost, paged_draft
 from swarm.coordinator.pace import Speculation
 from swarm.coordinator.requests import ChatMessage, GenerateRequest, Usage
+from swarm.engine import shortlist
 from swarm.protocol.sampling import GREEDY, SamplingParams
 from swarm.ring import draft_supply
 from tests.ring import test_node
@@ -35,8 +36,12 @@ async def answer(pc: Pc, sampling: SamplingParams) -> tuple[list[int], Usage]:
     return tokens, usage
 
 
-async def test_a_draft_changes_no_token(tmp_path: Path, ir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("short", [False, True], ids=["whole", "shortlist"])
+async def test_a_draft_changes_no_token(tmp_path: Path, ir: Path, monkeypatch: pytest.MonkeyPatch, short: bool) -> None:
     monkeypatch.setattr(draft_supply, "CALM_S", 0.1)
+    if short:  # of 261 tokens
+        monkeypatch.setattr(shortlist, "FIRST", 100)
+        monkeypatch.setattr(shortlist, "LAST", 30)
     small = Path(shutil.copytree(ir, tmp_path / "small"))
     async with open_office(tmp_path, ir) as office:
         one = await office.start("one", ir, draft=str(small))
@@ -54,5 +59,7 @@ async def test_a_draft_changes_no_token(tmp_path: Path, ir: Path, monkeypatch: p
             for sampling, expected in zip(SAMPLINGS, plain, strict=True):
                 tokens, usage = await answer(one, sampling)
                 assert tokens == expected
-                assert usage.speculation.model_accepted == usage.speculation.model_drafted > 30
+                used = usage.speculation
+                assert used.model_drafted > 30
+                assert short or used.model_accepted == used.model_drafted
             tasks.cancel_scope.cancel()
