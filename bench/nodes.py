@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import signal
 import socket
 import statistics
@@ -20,21 +19,11 @@ import aiohttp
 import anyio
 import psutil
 
+from bench.clients import SILENCE_TIMEOUT_S, Stream, ask
 from tests.prompts import PROMPTS
 
 FORMING_TIMEOUT_S = 600.0
-SILENCE_TIMEOUT_S = 120.0
-
-
-@dataclass(frozen=True, slots=True)
-class Stream:
-    """One answer as a user saw it."""
-
-    asked: float
-    pieces: tuple[float, ...]
-    """When each piece of text came, seconds."""
-    tokens: int
-    text: str
+START_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +100,7 @@ def start_nodes(ir: Path, node_cores: Sequence[int], drafting: Drafting = PLAIN)
             if number == 0:
                 command += ["--model", str(ir)]
             nodes.append(stack.enter_context(_running(command, node_cores[number], logs[number])))
+            _wait_for(links[number])  # a node that finds nobody founds a swarm of its own, with a model of its own
         yield Ring([f"http://127.0.0.1:{port}" for port in apis], nodes, logs)
 
 
@@ -131,6 +121,20 @@ def _running(command: list[str], core: int, log: Path) -> Iterator[int]:
         process.wait()
 
 
+def _wait_for(port: int) -> None:
+    """Until somebody listens there."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+        else:
+            return
+
+
 async def formed(session: aiohttp.ClientSession, url: str, stages: int, *, drafts: bool = False) -> list[str]:
     """Wait until the node at `url` serves in a ring of so many stages, and can draft with a model; they as text."""
     while True:
@@ -143,9 +147,9 @@ async def formed(session: aiohttp.ClientSession, url: str, stages: int, *, draft
         await anyio.sleep(0.5)
 
 
-async def ask_together(session: aiohttp.ClientSession, api: str, users: int, turn: int, tokens: int) -> Round:
+async def ask_together(api: str, users: int, turn: int, tokens: int) -> Round:
     """`users` prompts at once."""
-    asking = [ask(session, api, prompt_of(turn + user), tokens) for user in range(users)]
+    asking = [ask(api, prompt_of(turn + user), tokens) for user in range(users)]
     return together(await asyncio.gather(*asking))
 
 
@@ -162,30 +166,6 @@ def together(streams: list[Stream]) -> Round:
         tpot_ms.append((stream.pieces[-1] - stream.pieces[0]) * 1000 / (stream.tokens - 1))
     ttft_ms = statistics.median((stream.pieces[0] - stream.asked) * 1000 for stream in streams)
     return Round(count / (end - begin), tpot_ms, ttft_ms)
-
-
-async def ask(session: aiohttp.ClientSession, api: str, prompt: str, tokens: int) -> Stream:
-    body = {
-        "messages": [{"role": "user", "content": prompt}],
-        "max_tokens": tokens,
-        "ignore_eos": True,
-        "temperature": 0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    asked, pieces, text, count = time.perf_counter(), [], "", 0
-    async with session.post(f"{api}/v1/chat/completions", json=body) as response:
-        response.raise_for_status()
-        async for line in response.content:
-            if not line.startswith(b"data: {"):
-                continue
-            event = json.loads(line[6:])
-            count = (event.get("usage") or {}).get("completion_tokens", count)
-            for choice in event.get("choices", ()):
-                if piece := choice.get("delta", {}).get("content"):
-                    pieces.append(time.perf_counter())
-                    text += piece
-    return Stream(asked, tuple(pieces), count, text)
 
 
 def _free_ports(count: int) -> list[int]:

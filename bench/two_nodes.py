@@ -93,13 +93,13 @@ async def measure(
     shared: dict[int, list[Round]] = {count: [] for count in users}
     one_pc = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), pin, node_cores[:1])
     with one_pc:
-        async with ring_of(ir, node_cores, drafting) as (ring, session, stages):
+        async with ring_of(ir, node_cores, drafting) as (ring, _, stages):
             for turn in range(rounds + 1):
                 alone = await asyncio.get_running_loop().run_in_executor(one_pc, answer_alone, ir, turn, tokens, first)
                 found = {}
                 for count in users:
                     with first_in_line(first, ring.processes):
-                        found[count] = await ask_together(session, ring.apis[0], count, turn, tokens)
+                        found[count] = await ask_together(ring.apis[0], count, turn, tokens)
                 if turn:
                     solo.append(alone)
                     for count, one in found.items():

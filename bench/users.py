@@ -20,7 +20,8 @@ from typing import Any
 import openvino_genai
 
 from bench import models
-from bench.nodes import Round, Stream, ask_together, prompt_of, ring_of, together
+from bench.clients import Stream
+from bench.nodes import Round, ask_together, prompt_of, ring_of, together
 from bench.report import ROUNDS, cores, first_in_line, percentile, pin, ratios, report, spread
 
 TOKENS = 64
@@ -60,7 +61,7 @@ async def measure(
     genai = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), pin, (far,))
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(genai)
-        one, session, _ = await stack.enter_async_context(ring_of(ir, [far]))
+        one, _, _ = await stack.enter_async_context(ring_of(ir, [far]))
         two, _, _ = await stack.enter_async_context(ring_of(ir, [near, far]))
         for turn in range(rounds + 1):
             for count in users:
@@ -69,7 +70,7 @@ async def measure(
                 shares = {"genai": batching}
                 for name, ring in (("stages1", one), ("stages2", two)):
                     with first_in_line(first, ring.processes):
-                        shares[name] = await ask_together(session, ring.apis[0], count, turn, tokens)
+                        shares[name] = await ask_together(ring.apis[0], count, turn, tokens)
                 if turn:
                     for name, share in shares.items():
                         found.setdefault(name, {}).setdefault(count, []).append(share)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.nodes import Stream, together
+from bench.clients import Stream
+from bench.nodes import together
 from bench.throttle import Line
 
 ROOT = Path(__file__).parents[2]
