@@ -105,8 +105,7 @@ class Tokenizer:
         hidden = self._hidden.get(token)
         if hidden is None:
             hidden = not 0 <= token < self.vocabulary_size or (
-                not self._tokenizer.decode([token])
-                and bool(self._tokenizer.decode([token], skip_special_tokens=False))
+                not self._tokenizer.decode([token]) and bool(self._tokenizer.decode([token], skip_special_tokens=False))
             )
             self._hidden[token] = hidden
         return hidden
@@ -247,7 +246,8 @@ def _only_joins(detokenizer: Path) -> bool:
     except (OSError, UnicodeDecodeError):
         return False
     layers = re.findall(r'<layer id="\d+" name="[^"]*" type="(\w+)"', graph)
-    return set(layers) <= _JOINING and len(layers) == graph.count("<layer ") and '<data replace_mode="false" />' in graph
+    drops = '<data replace_mode="false" />' in graph
+    return drops and set(layers) <= _JOINING and len(layers) == graph.count("<layer ")
 
 
 def _configured_stops(directory: Path) -> set[int]:
