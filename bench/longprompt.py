@@ -61,7 +61,7 @@ async def measure(ir: Path, node_cores: Sequence[int], length: int, rounds: int,
     prompt = _text(ir, length)
     times: list[float] = []
     figures: dict[str, list[float]] = {"before_p95_ms": [], "during_p95_ms": [], "ttft_ms": []}
-    async with ring_of(ir, node_cores) as (ring, _, _):
+    async with ring_of(ir, node_cores) as (ring, _):
         await ask(ring.apis[0], prompt_of(0), 16)
         for number in range(rounds):
             with first_in_line(first, ring.processes):

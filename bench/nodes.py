@@ -19,7 +19,8 @@ import aiohttp
 import anyio
 import psutil
 
-from bench.clients import SILENCE_TIMEOUT_S, Stream, ask
+from bench import models
+from bench.clients import Stream, ask
 from tests.prompts import PROMPTS
 
 FORMING_TIMEOUT_S = 600.0
@@ -44,7 +45,21 @@ class Round:
     rate: float
     """Tokens per second of all users together, while all of them decode."""
     tpot_ms: list[float]
-    ttft_ms: float
+    """Of each user, as the next."""
+    ttfts_ms: list[float]
+
+    @property
+    def ttft_ms(self) -> float:
+        """The median user's."""
+        return statistics.median(self.ttfts_ms)
+
+
+def drafting_for(model: str) -> Drafting:
+    """With the 0.5B model where it has the target's tokenizer, else from the text alone."""
+    if model != "qwen":
+        return DEFAULT
+    draft = models.draft_int4()
+    return Drafting(("--draft", str(draft)), draft)
 
 
 def prompt_of(turn: int) -> str:
@@ -63,11 +78,10 @@ class Ring:
 @contextlib.asynccontextmanager
 async def ring_of(
     ir: Path, node_cores: Sequence[int], drafting: Drafting = PLAIN
-) -> AsyncIterator[tuple[Ring, aiohttp.ClientSession, list[str]]]:
-    """Nodes that share the model, one for each core, formed: (the nodes, a client, their stages as text)."""
-    timeout = aiohttp.ClientTimeout(total=None, sock_read=SILENCE_TIMEOUT_S)
+) -> AsyncIterator[tuple[Ring, list[str]]]:
+    """Nodes that share the model, one for each core, formed: (the nodes, their stages as text)."""
     with start_nodes(ir, node_cores, drafting) as ring:
-        async with aiohttp.ClientSession(timeout=timeout) as session:
+        async with aiohttp.ClientSession() as session:
             try:
                 with anyio.fail_after(FORMING_TIMEOUT_S):
                     drafts = drafting.model is not None
@@ -75,7 +89,7 @@ async def ring_of(
             except TimeoutError:
                 logs = "\n".join(log.read_text(encoding="utf-8", errors="replace") for log in ring.logs)
                 raise SystemExit(f"no ring was formed:\n{logs}") from None
-            yield ring, session, stages
+        yield ring, stages
 
 
 @contextlib.contextmanager
@@ -164,8 +178,8 @@ def together(streams: list[Stream]) -> Round:
         tokens_a_piece = (stream.tokens - 1) / (len(stream.pieces) - 1)
         count += tokens_a_piece * sum(begin < piece <= end for piece in stream.pieces)
         tpot_ms.append((stream.pieces[-1] - stream.pieces[0]) * 1000 / (stream.tokens - 1))
-    ttft_ms = statistics.median((stream.pieces[0] - stream.asked) * 1000 for stream in streams)
-    return Round(count / (end - begin), tpot_ms, ttft_ms)
+    ttfts_ms = [(stream.pieces[0] - stream.asked) * 1000 for stream in streams]
+    return Round(count / (end - begin), tpot_ms, ttfts_ms)
 
 
 def _free_ports(count: int) -> list[int]:

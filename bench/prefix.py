@@ -51,7 +51,7 @@ def main() -> None:
 async def measure(ir: Path, node_cores: tuple[int, int], rounds: int, first: bool) -> list[list[float]]:
     """Milliseconds to the first token of each user, by round; one round more warms up."""
     tokenizer, found = Tokenizer.load(ir), []
-    async with ring_of(ir, node_cores) as (ring, _, _):
+    async with ring_of(ir, node_cores) as (ring, _):
         for turn in range(rounds + 1):
             beginning = words(tokenizer, turn)
             with first_in_line(first, ring.processes):

@@ -25,7 +25,7 @@ import anyio
 import psutil
 
 from bench import models
-from bench.clients import ask
+from bench.clients import SILENCE_TIMEOUT_S, ask
 from bench.nodes import DEFAULT, ring_of
 from bench.report import cores, pin, report
 from tests.prompts import PROMPTS
@@ -51,7 +51,9 @@ def main() -> None:
 async def soak(minutes: float, users: int) -> dict[str, float]:
     """See above; MB and counts."""
     counts: Counter[str] = Counter()
-    async with ring_of(models.smollm2(), (cores()[0], cores()[-1]), DEFAULT) as (ring, session, _):
+    nodes = ring_of(models.smollm2(), (cores()[0], cores()[-1]), DEFAULT)
+    timeout = aiohttp.ClientTimeout(total=None, sock_read=SILENCE_TIMEOUT_S)
+    async with nodes as (ring, _), aiohttp.ClientSession(timeout=timeout) as session:
         probe = next(iter(PROMPTS.values()))
         before = [(await ask(api, probe, 48)).text for api in ring.apis]
         memory: list[list[float]] = []
