@@ -20,7 +20,8 @@ import anyio
 import openvino_genai
 
 from bench import models
-from bench.nodes import Stream, ask, prompt_of, ring_of
+from bench.clients import Stream, ask
+from bench.nodes import prompt_of, ring_of
 from bench.report import cores, first_in_line, percentile, pin, report, spread
 
 PROMPT_TOKENS = 4000
@@ -60,15 +61,15 @@ async def measure(ir: Path, node_cores: Sequence[int], length: int, rounds: int,
     prompt = _text(ir, length)
     times: list[float] = []
     figures: dict[str, list[float]] = {"before_p95_ms": [], "during_p95_ms": [], "ttft_ms": []}
-    async with ring_of(ir, node_cores) as (ring, session, _):
-        await ask(session, ring.apis[0], prompt_of(0), 16)
+    async with ring_of(ir, node_cores) as (ring, _):
+        await ask(ring.apis[0], prompt_of(0), 16)
         for number in range(rounds):
             with first_in_line(first, ring.processes):
-                streams = [asyncio.ensure_future(ask(session, ring.apis[0], prompt_of(user), READERS_TOKENS))
+                streams = [asyncio.ensure_future(ask(ring.apis[0], prompt_of(user), READERS_TOKENS))
                            for user in range(READERS)]  # fmt: skip
                 await anyio.sleep(BEFORE_S)  # not for a condition: this is the time that is compared with
                 # Each round's prompt begins differently: nothing of it is known to the ring.
-                long = await ask(session, ring.apis[0], f"{number}. {prompt}", 1)
+                long = await ask(ring.apis[0], f"{number}. {prompt}", 1)
                 readers = await asyncio.gather(*streams)
             before, during = gaps(readers, long)
             p95 = percentile(before, 0.95), percentile(during, 0.95)

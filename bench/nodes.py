@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import signal
 import socket
 import statistics
@@ -20,21 +19,12 @@ import aiohttp
 import anyio
 import psutil
 
+from bench import models
+from bench.clients import Stream, ask
 from tests.prompts import PROMPTS
 
 FORMING_TIMEOUT_S = 600.0
-SILENCE_TIMEOUT_S = 120.0
-
-
-@dataclass(frozen=True, slots=True)
-class Stream:
-    """One answer as a user saw it."""
-
-    asked: float
-    pieces: tuple[float, ...]
-    """When each piece of text came, seconds."""
-    tokens: int
-    text: str
+START_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +45,21 @@ class Round:
     rate: float
     """Tokens per second of all users together, while all of them decode."""
     tpot_ms: list[float]
-    ttft_ms: float
+    """Of each user, as the next."""
+    ttfts_ms: list[float]
+
+    @property
+    def ttft_ms(self) -> float:
+        """The median user's."""
+        return statistics.median(self.ttfts_ms)
+
+
+def drafting_for(model: str) -> Drafting:
+    """With the 0.5B model where it has the target's tokenizer, else from the text alone."""
+    if model != "qwen":
+        return DEFAULT
+    draft = models.draft_int4()
+    return Drafting(("--draft", str(draft)), draft)
 
 
 def prompt_of(turn: int) -> str:
@@ -74,11 +78,10 @@ class Ring:
 @contextlib.asynccontextmanager
 async def ring_of(
     ir: Path, node_cores: Sequence[int], drafting: Drafting = PLAIN
-) -> AsyncIterator[tuple[Ring, aiohttp.ClientSession, list[str]]]:
-    """Nodes that share the model, one for each core, formed: (the nodes, a client, their stages as text)."""
-    timeout = aiohttp.ClientTimeout(total=None, sock_read=SILENCE_TIMEOUT_S)
+) -> AsyncIterator[tuple[Ring, list[str]]]:
+    """Nodes that share the model, one for each core, formed: (the nodes, their stages as text)."""
     with start_nodes(ir, node_cores, drafting) as ring:
-        async with aiohttp.ClientSession(timeout=timeout) as session:
+        async with aiohttp.ClientSession() as session:
             try:
                 with anyio.fail_after(FORMING_TIMEOUT_S):
                     drafts = drafting.model is not None
@@ -86,7 +89,7 @@ async def ring_of(
             except TimeoutError:
                 logs = "\n".join(log.read_text(encoding="utf-8", errors="replace") for log in ring.logs)
                 raise SystemExit(f"no ring was formed:\n{logs}") from None
-            yield ring, session, stages
+        yield ring, stages
 
 
 @contextlib.contextmanager
@@ -111,6 +114,7 @@ def start_nodes(ir: Path, node_cores: Sequence[int], drafting: Drafting = PLAIN)
             if number == 0:
                 command += ["--model", str(ir)]
             nodes.append(stack.enter_context(_running(command, node_cores[number], logs[number])))
+            _wait_for(links[number])  # a node that finds nobody founds a swarm of its own, with a model of its own
         yield Ring([f"http://127.0.0.1:{port}" for port in apis], nodes, logs)
 
 
@@ -131,6 +135,20 @@ def _running(command: list[str], core: int, log: Path) -> Iterator[int]:
         process.wait()
 
 
+def _wait_for(port: int) -> None:
+    """Until somebody listens there."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+        else:
+            return
+
+
 async def formed(session: aiohttp.ClientSession, url: str, stages: int, *, drafts: bool = False) -> list[str]:
     """Wait until the node at `url` serves in a ring of so many stages, and can draft with a model; they as text."""
     while True:
@@ -143,9 +161,9 @@ async def formed(session: aiohttp.ClientSession, url: str, stages: int, *, draft
         await anyio.sleep(0.5)
 
 
-async def ask_together(session: aiohttp.ClientSession, api: str, users: int, turn: int, tokens: int) -> Round:
+async def ask_together(api: str, users: int, turn: int, tokens: int) -> Round:
     """`users` prompts at once."""
-    asking = [ask(session, api, prompt_of(turn + user), tokens) for user in range(users)]
+    asking = [ask(api, prompt_of(turn + user), tokens) for user in range(users)]
     return together(await asyncio.gather(*asking))
 
 
@@ -160,32 +178,8 @@ def together(streams: list[Stream]) -> Round:
         tokens_a_piece = (stream.tokens - 1) / (len(stream.pieces) - 1)
         count += tokens_a_piece * sum(begin < piece <= end for piece in stream.pieces)
         tpot_ms.append((stream.pieces[-1] - stream.pieces[0]) * 1000 / (stream.tokens - 1))
-    ttft_ms = statistics.median((stream.pieces[0] - stream.asked) * 1000 for stream in streams)
-    return Round(count / (end - begin), tpot_ms, ttft_ms)
-
-
-async def ask(session: aiohttp.ClientSession, api: str, prompt: str, tokens: int) -> Stream:
-    body = {
-        "messages": [{"role": "user", "content": prompt}],
-        "max_tokens": tokens,
-        "ignore_eos": True,
-        "temperature": 0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    asked, pieces, text, count = time.perf_counter(), [], "", 0
-    async with session.post(f"{api}/v1/chat/completions", json=body) as response:
-        response.raise_for_status()
-        async for line in response.content:
-            if not line.startswith(b"data: {"):
-                continue
-            event = json.loads(line[6:])
-            count = (event.get("usage") or {}).get("completion_tokens", count)
-            for choice in event.get("choices", ()):
-                if piece := choice.get("delta", {}).get("content"):
-                    pieces.append(time.perf_counter())
-                    text += piece
-    return Stream(asked, tuple(pieces), count, text)
+    ttfts_ms = [(stream.pieces[0] - stream.asked) * 1000 for stream in streams]
+    return Round(count / (end - begin), tpot_ms, ttfts_ms)
 
 
 def _free_ports(count: int) -> list[int]:

@@ -17,7 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from bench import models
-from bench.nodes import ask, ring_of
+from bench.clients import ask
+from bench.nodes import ring_of
 from bench.report import ROUNDS, cores, first_in_line, pin, report, spread
 from swarm.model.tokenizer import Tokenizer
 
@@ -50,12 +51,12 @@ def main() -> None:
 async def measure(ir: Path, node_cores: tuple[int, int], rounds: int, first: bool) -> list[list[float]]:
     """Milliseconds to the first token of each user, by round; one round more warms up."""
     tokenizer, found = Tokenizer.load(ir), []
-    async with ring_of(ir, node_cores) as (ring, session, _):
+    async with ring_of(ir, node_cores) as (ring, _):
         for turn in range(rounds + 1):
             beginning = words(tokenizer, turn)
             with first_in_line(first, ring.processes):
                 streams = [
-                    await ask(session, ring.apis[number % 2], f"{beginning} {question}", 8)
+                    await ask(ring.apis[number % 2], f"{beginning} {question}", 8)
                     for number, question in enumerate(QUESTIONS)
                 ]
             found.append([(stream.pieces[0] - stream.asked) * 1000 for stream in streams])

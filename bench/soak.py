@@ -25,7 +25,8 @@ import anyio
 import psutil
 
 from bench import models
-from bench.nodes import DEFAULT, ask, ring_of
+from bench.clients import SILENCE_TIMEOUT_S, ask
+from bench.nodes import DEFAULT, ring_of
 from bench.report import cores, pin, report
 from tests.prompts import PROMPTS
 
@@ -50,9 +51,11 @@ def main() -> None:
 async def soak(minutes: float, users: int) -> dict[str, float]:
     """See above; MB and counts."""
     counts: Counter[str] = Counter()
-    async with ring_of(models.smollm2(), (cores()[0], cores()[-1]), DEFAULT) as (ring, session, _):
+    nodes = ring_of(models.smollm2(), (cores()[0], cores()[-1]), DEFAULT)
+    timeout = aiohttp.ClientTimeout(total=None, sock_read=SILENCE_TIMEOUT_S)
+    async with nodes as (ring, _), aiohttp.ClientSession(timeout=timeout) as session:
         probe = next(iter(PROMPTS.values()))
-        before = [(await ask(session, api, probe, 48)).text for api in ring.apis]
+        before = [(await ask(api, probe, 48)).text for api in ring.apis]
         memory: list[list[float]] = []
         with anyio.move_on_after(minutes * 60):
             async with anyio.create_task_group() as group:
@@ -64,7 +67,7 @@ async def soak(minutes: float, users: int) -> dict[str, float]:
                     memory.append([psutil.Process(one).memory_info().rss / 2**20 for one in ring.processes])
                     print(f"{dict(counts)}, {[round(mb) for mb in memory[-1]]} MB", file=sys.stderr, flush=True)
         left = await _until_idle(session, ring.apis)
-        after = [(await ask(session, api, probe, 48)).text for api in ring.apis]
+        after = [(await ask(api, probe, 48)).text for api in ring.apis]
     first, last = _ends([sum(sample) for sample in memory])
     return {
         "minutes": minutes,

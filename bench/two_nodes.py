@@ -1,7 +1,8 @@
 """Two nodes, a core each, against one PC: the whole model on one core in our engine, one user.
 
 Real processes of ``node.py`` on loopback, asked over the HTTP API of the first; each has too little memory for the
-whole model, so that they share it. The node's core also carries its API, and the users' clients run on the first core.
+whole model, so that they share it. The first node's core also carries the coordinator, the tokenizer and the API; the
+users' clients (see `clients`) run on the last core.
 
 The nodes decode plainly; with ``--speculation`` they draft, with the 0.5B model for the 1.5B one.
 
@@ -23,7 +24,7 @@ from typing import Any
 import openvino_genai
 
 from bench import models
-from bench.nodes import DEFAULT, PLAIN, Drafting, Round, ask_together, prompt_of, ring_of
+from bench.nodes import PLAIN, Drafting, Round, ask_together, drafting_for, prompt_of, ring_of
 from bench.report import ROUNDS, cores, first_in_line, percentile, pin, ratios, report, spread
 from bench.shards import TOKENS, Party, ours
 
@@ -45,7 +46,7 @@ def main() -> None:
     users = arguments.users or [1, 2, 4, 8]
     tokens, rounds = (16, 1) if arguments.quick else (arguments.tokens, arguments.rounds)
     node_cores = (cores()[0], cores()[-1])
-    pin(node_cores[0])
+    pin(node_cores[-1])
     ir = models.qwen_int4() if arguments.model == "qwen" else models.smollm2()
     drafting, suffix = (drafting_for(arguments.model), "_spec") if arguments.speculation else (PLAIN, "")
     solo, shared, stages = asyncio.run(measure(ir, drafting, node_cores, users, rounds, tokens, arguments.first))
@@ -77,14 +78,6 @@ def main() -> None:
     report(f"two_nodes{suffix}", figures, settings, keep=not arguments.quick)
 
 
-def drafting_for(model: str) -> Drafting:
-    """With the 0.5B model where it has the target's tokenizer, else from the text alone."""
-    if model != "qwen":
-        return DEFAULT
-    draft = models.draft_int4()
-    return Drafting(("--draft", str(draft)), draft)
-
-
 async def measure(
     ir: Path, drafting: Drafting, node_cores: tuple[int, int], users: list[int], rounds: int, tokens: int, first: bool
 ) -> tuple[list[Round], dict[int, list[Round]], list[str]]:
@@ -93,13 +86,13 @@ async def measure(
     shared: dict[int, list[Round]] = {count: [] for count in users}
     one_pc = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), pin, node_cores[:1])
     with one_pc:
-        async with ring_of(ir, node_cores, drafting) as (ring, session, stages):
+        async with ring_of(ir, node_cores, drafting) as (ring, stages):
             for turn in range(rounds + 1):
                 alone = await asyncio.get_running_loop().run_in_executor(one_pc, answer_alone, ir, turn, tokens, first)
                 found = {}
                 for count in users:
                     with first_in_line(first, ring.processes):
-                        found[count] = await ask_together(session, ring.apis[0], count, turn, tokens)
+                        found[count] = await ask_together(ring.apis[0], count, turn, tokens)
                 if turn:
                     solo.append(alone)
                     for count, one in found.items():
@@ -119,7 +112,7 @@ def answer_alone(ir: Path, turn: int, tokens: int, first: bool) -> Round:
     ids = tokenizer.encode(text, add_special_tokens=False).input_ids.data[0].tolist()
     with first_in_line(first):
         answer = party(ids, tokens)
-    return Round(answer.rate, answer.token_ms, answer.ttft_ms)
+    return Round(answer.rate, answer.token_ms, [answer.ttft_ms])
 
 
 @cache

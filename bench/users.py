@@ -1,6 +1,11 @@
-"""Many users at once: one and two nodes, a core each, against openvino_genai on one PC, alone and batching.
+"""Many users at once: one and two nodes, a core each, by engine and speculation, against openvino_genai on one PC.
 
-``python -m bench.users [--model qwen|smollm2] [--users N]… [--quick]``
+openvino_genai answers one user, and many with its continuous batching. A part is one engine with speculation on or off;
+its parties take turns, round by round, and every rate is also told as a multiple of openvino_genai with one user in the
+same round. The users' clients (see `clients`) run on the last core.
+
+``python -m bench.users [--model qwen|smollm2] [--part paged|paged-spec|stateful|stateful-spec]… [--users N]…
+[--quick]``
 """
 
 from __future__ import annotations
@@ -12,88 +17,144 @@ import multiprocessing
 import statistics
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import openvino_genai
 
 from bench import models
-from bench.nodes import Round, Stream, ask_together, prompt_of, ring_of, together
-from bench.report import ROUNDS, cores, first_in_line, percentile, pin, ratios, report, spread
+from bench.clients import Stream
+from bench.nodes import PLAIN, Drafting, Round, ask_together, drafting_for, prompt_of, ring_of, together
+from bench.report import cores, first_in_line, percentile, pin, ratios, report, spread
+from swarm.protocol.config import PAGED, STATEFUL
 
-TOKENS = 64
+TOKENS = 48
 USERS = (1, 2, 4, 8, 16)
+ROUNDS = 3
+"""Counted, after one for warming up: there are forty combinations."""
+
 _KV_GIB = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """How the nodes of some parties are started."""
+
+    engine: str
+    speculation: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.engine}-spec" if self.speculation else self.engine
+
+    def drafting(self, model: str) -> Drafting:
+        drafting = drafting_for(model) if self.speculation else PLAIN
+        return replace(drafting, flags=(*drafting.flags, "--engine", self.engine))
+
+
+PARTS = [Part(engine, speculation) for engine in (PAGED, STATEFUL) for speculation in (False, True)]
+
+Measured: TypeAlias = dict[tuple[str, int], list[Round]]
+"""By party and users, a round each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is measured in each part."""
+
+    model: str
+    ir: Path
+    users: Sequence[int]
+    rounds: int
+    tokens: int
+    first: bool
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.users", description=__doc__)
     parser.add_argument("--model", choices=["qwen", "smollm2"], default="qwen")
+    names = [part.name for part in PARTS]
+    parser.add_argument("--part", choices=names, action="append", help="(default: all four)")
     parser.add_argument("--users", type=int, action="append", help=f"at once (default: {USERS})")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"counted (default: {ROUNDS})")
     parser.add_argument("--tokens", type=int, default=TOKENS, help=f"of each answer (default: {TOKENS})")
     parser.add_argument("--first", action="store_true", help="go before all other processes of a busy PC (Linux, root)")
-    parser.add_argument("--quick", action="store_true", help="1 and 4 users, one round of 16 tokens, nothing kept")
+    parser.add_argument("--quick", action="store_true", help="paged, 1 and 4 users, one round, nothing kept")
     arguments = parser.parse_args()
     quick = arguments.quick
-    users = arguments.users or ([1, 4] if quick else list(USERS))
+    users = arguments.users or ([1, 4] if quick else USERS)
     tokens, rounds = (16, 1) if quick else (arguments.tokens, arguments.rounds)
+    parts = arguments.part or ([PAGED] if quick else names)
     near, far = cores()[0], cores()[-1]
-    pin(near)
+    pin(far)
     ir = models.qwen_int4() if arguments.model == "qwen" else models.smollm2()
-    measured = asyncio.run(measure(ir, near, far, sorted({1, *users}), rounds, tokens, arguments.first))
-    figures = compare(measured)
-    settings = {"model": arguments.model, "rounds": rounds, "tokens": tokens, "first": arguments.first}
+    plan = Plan(arguments.model, ir, sorted({1, *users}), rounds, tokens, arguments.first)
+    figures: dict[str, float] = {}
+    print(f"{'':24}{'users':>6}{'x genai':>9}{'tok/s':>8}{'each':>7}{'TTFT ms':>10}{'p95':>7}{'TPOT ms':>9}{'p95':>7}")
+    for number, part in enumerate(part for part in PARTS if part.name in parts):
+        # Batching by openvino_genai is the same in every part.
+        measured = asyncio.run(measure(plan, part, near, far, batching=plan.users if not number else [1]))
+        figures |= tell(measured)
+    settings = {"model": arguments.model, "parts": parts, "rounds": rounds, "tokens": tokens, "first": arguments.first}
     report("users", figures, settings, keep=not quick)
 
 
-async def measure(
-    ir: Path, near: int, far: int, users: list[int], rounds: int, tokens: int, first: bool
-) -> dict[str, dict[int, list[Round]]]:
-    """By party and number of users: a counted round each, all parties in turns; the first round warms up.
-
-    One node and openvino_genai share the far core, in turns; the users' clients run on the near one.
-    """
-    found: dict[str, dict[int, list[Round]]] = {}
+async def measure(plan: Plan, part: Part, near: int, far: int, batching: Sequence[int]) -> Measured:
+    """The counted rounds of one part. One node and openvino_genai share the far core, in turns."""
+    found: Measured = {}
+    drafting = part.drafting(plan.model)
     genai = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), pin, (far,))
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(genai)
-        one, session, _ = await stack.enter_async_context(ring_of(ir, [far]))
-        two, _, _ = await stack.enter_async_context(ring_of(ir, [near, far]))
-        for turn in range(rounds + 1):
-            for count in users:
-                loop = asyncio.get_running_loop()
-                batching = await loop.run_in_executor(genai, answer_batched, ir, count, turn, tokens, first)
-                shares = {"genai": batching}
-                for name, ring in (("stages1", one), ("stages2", two)):
-                    with first_in_line(first, ring.processes):
-                        shares[name] = await ask_together(session, ring.apis[0], count, turn, tokens)
-                if turn:
-                    for name, share in shares.items():
-                        found.setdefault(name, {}).setdefault(count, []).append(share)
-                rates = ", ".join(f"{name} {share.rate:.1f}" for name, share in shares.items())
+        rings = {
+            f"{part.name} stages{len(node_cores)}": await stack.enter_async_context(
+                ring_of(plan.ir, node_cores, drafting)
+            )
+            for node_cores in ([far], [near, far])
+        }
+        for turn in range(plan.rounds + 1):
+            for count in plan.users if turn else [1]:
+                share: dict[str, Round] = {}
+                if count in batching:
+                    asked = (plan.ir, count, turn, plan.tokens, plan.first)
+                    share["genai"] = await asyncio.get_running_loop().run_in_executor(genai, answer_batched, *asked)
+                for name, (ring, _) in rings.items():
+                    with first_in_line(plan.first, ring.processes):
+                        share[name] = await ask_together(ring.apis[0], count, turn, plan.tokens)
+                rates = ", ".join(f"{name} {one.rate:.1f}" for name, one in share.items())
                 print(f"round {turn}: {count} users: {rates} tok/s", file=sys.stderr, flush=True)
+                for name, one in share.items() if turn else ():
+                    found.setdefault((name, count), []).append(one)
     return found
 
 
-def compare(measured: dict[str, dict[int, list[Round]]]) -> dict[str, float]:
-    """Every party's figures; rates also as multiples of openvino_genai with one user, round by round."""
-    alone = [one.rate for one in measured["genai"][1]]
+def tell(measured: Mapping[tuple[str, int], Sequence[Round]]) -> dict[str, float]:
+    """Print a line for each party and number of users; their figures."""
+    alone = [one.rate for one in measured["genai", 1]]
     figures: dict[str, float] = {}
-    for name, by_users in measured.items():
-        for count, rounds in by_users.items():
-            times = ratios([one.rate for one in rounds], alone)
-            tpot_ms = [ms for one in rounds for ms in one.tpot_ms]
-            key = f"{name}_users{count}"
-            figures[key] = statistics.median(times)
-            figures[f"{key}_tokens_per_second"] = statistics.median(one.rate for one in rounds)
-            figures[f"{key}_tokens_per_second_each"] = figures[f"{key}_tokens_per_second"] / count
-            figures[f"{key}_ttft_ms"] = statistics.median(one.ttft_ms for one in rounds)
-            figures[f"{key}_tpot_ms"] = statistics.median(tpot_ms)
-            figures[f"{key}_tpot_p95_ms"] = percentile(tpot_ms, 0.95)
-            print(f"{name}, {count} users: {spread(times)} of openvino_genai with one")
+    for (name, count), rounds in sorted(measured.items()):
+        times = ratios([one.rate for one in rounds], alone)
+        ttft_ms = [ms for one in rounds for ms in one.ttfts_ms]
+        tpot_ms = [ms for one in rounds for ms in one.tpot_ms]
+        rate = statistics.median(one.rate for one in rounds)
+        key = f"{name.replace('-', '_').replace(' ', '_')}_users{count}"
+        found = {
+            key: statistics.median(times),
+            f"{key}_tokens_per_second": rate,
+            f"{key}_tokens_per_second_each": rate / count,
+            f"{key}_ttft_ms": statistics.median(ttft_ms),
+            f"{key}_ttft_p95_ms": percentile(ttft_ms, 0.95),
+            f"{key}_tpot_ms": statistics.median(tpot_ms),
+            f"{key}_tpot_p95_ms": percentile(tpot_ms, 0.95),
+        }
+        multiple, rate, each, ttft, late, tpot, slow = found.values()
+        line = f"{name:24}{count:6}{multiple:9.2f}{rate:8.1f}{each:7.1f}{ttft:10.0f}{late:7.0f}{tpot:9.1f}{slow:7.1f}"
+        print(f"{line}   {spread(times)}", flush=True)
+        figures |= found
     return figures
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
@@ -23,7 +24,8 @@ class Pump:
     def __init__(self, source: AsyncGenerator[Delta, None]) -> None:
         self._source = source
         self._ahead: deque[Delta] = deque()
-        self._changed = anyio.Event()
+        self._some = asyncio.Event()
+        self._room = asyncio.Event()
         self._ended = False
         self._error: Exception | None = None
 
@@ -32,36 +34,33 @@ class Pump:
 
         Raises what the generator raised, after its deltas, and `SessionError` where it ends without a finish.
         """
-        with anyio.move_on_after(timeout_s):
-            while not self._ahead and not self._ended:
-                await self._changed.wait()
+        if not self._ahead and not self._ended:
+            self._some.clear()
+            with anyio.move_on_after(timeout_s):
+                await self._some.wait()
         if self._ahead:
-            delta = self._ahead.popleft()
-            self._wake()
-            return delta
+            self._room.set()
+            return self._ahead.popleft()
         if self._error is not None:
             raise self._error
         if self._ended:
             raise SessionError("the answer ended early", expected="a last piece with a finish", found="none")
         return None
 
-    def _wake(self) -> None:
-        event, self._changed = self._changed, anyio.Event()
-        event.set()
-
     async def run(self) -> None:
         """Read the generator to its end; close it in any case."""
         try:
             async for delta in self._source:
                 self._ahead.append(delta)
-                self._wake()
+                self._some.set()
                 while len(self._ahead) >= _AHEAD:
-                    await self._changed.wait()
+                    self._room.clear()
+                    await self._room.wait()
         except Exception as error:  # handed to the reader, who knows what it means
             self._error = error
         finally:
             self._ended = True
-            self._wake()
+            self._some.set()
             with anyio.move_on_after(_CLOSE_TIMEOUT_S, shield=True):
                 await self._source.aclose()
 

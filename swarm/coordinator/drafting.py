@@ -120,6 +120,10 @@ class Drafting:
         self.waiting = False
         """The next window waits for the draft model."""
 
+    @property
+    def enabled(self) -> bool:
+        return self._settings.enabled
+
     # --- what happens -----------------------------------------------------------------------------------------------
 
     def begin(self, turn: Begin, log: TokenLog, reused: int) -> None:

@@ -145,6 +145,11 @@ class Session:
         """What drafting did in this turn so far, or in the last one."""
         return self._drafting.usage()
 
+    @property
+    def speculates(self) -> bool:
+        """It wants to know who shares its ring."""
+        return self._drafting.enabled
+
     def share_ring(self, company: Company) -> None:
         """Who runs on our ring beside us; `handle` decides by the last word."""
         self._drafting.share(company)

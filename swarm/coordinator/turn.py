@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -97,7 +99,7 @@ class Turn:
         self._drafting = anyio.CancelScope()
         self._drafted: Drafted | None = None
         self._new_plan: Plan | None = None
-        self._wake = anyio.Event()
+        self._wake = asyncio.Event()
         self._scope = anyio.CancelScope()
         self._over = False
 
@@ -147,11 +149,12 @@ class Turn:
 
     async def _next_effects(self) -> list[Effect]:
         if not self._inbox and self._new_plan is None and self._drafted is None:
-            self._wake = anyio.Event()
+            self._wake.clear()
             deadline = self.session.deadline
             with anyio.move_on_after(None if deadline is None else max(0.0, deadline - self._clock())):
                 await self._wake.wait()
-        self.session.share_ring(self._owner.company(self))
+        if self.session.speculates:
+            self.session.share_ring(self._owner.company(self))
         now = self._clock()
         effects: list[Effect] = []
         while self._inbox:
@@ -176,6 +179,7 @@ class Turn:
                 self._drafting, self._drafted = anyio.CancelScope(), None
                 tasks.start_soon(self._draft, effect, self._drafting, name=f"draft {self.session.id}")
             elif isinstance(effect, Emit):
+                await asyncio.sleep(0)  # the stage wants the rows of all its sessions before anybody reads text
                 await self._emit(effect.tokens)
                 if self._stops.found:
                     queue.extend(self.session.handle(End(FinishReason.STOP), self._clock()))
@@ -227,6 +231,9 @@ class Turn:
         await self._hand_over(Delta(tail, finish=reason, usage=self._usage()))
 
     async def _hand_over(self, delta: Delta) -> None:
+        with contextlib.suppress(anyio.WouldBlock):
+            self._send.send_nowait(delta)
+            return
         try:
             with anyio.fail_after(READER_TIMEOUT_S):
                 await self._send.send(delta)

@@ -1,9 +1,11 @@
 """Names of the files that a model in OpenVINO's format consists of."""
 
+DETOKENIZER_IR = "openvino_detokenizer.xml"
+
 TOKENIZER_IRS = (
     "openvino_tokenizer.xml",
     "openvino_tokenizer.bin",
-    "openvino_detokenizer.xml",
+    DETOKENIZER_IR,
     "openvino_detokenizer.bin",
 )
 """Without these there is no tokenizer."""

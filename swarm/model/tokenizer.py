@@ -15,7 +15,7 @@ from typing import Any
 import cbor2
 import openvino_genai
 
-from swarm.model.files import TOKENIZER_FILES, TOKENIZER_IRS
+from swarm.model.files import DETOKENIZER_IR, TOKENIZER_FILES, TOKENIZER_IRS
 from swarm.protocol.errors import ModelError, UsageError
 from swarm.protocol.limits import MAX_CONTEXT_TOKENS
 
@@ -39,8 +39,16 @@ class Tokenizer:
     """One model's tokenizer. Its methods block for as long as the text is (about 1 µs a character) and may be called
     from several threads."""
 
-    def __init__(self, tokenizer: Any, stop_tokens: frozenset[int], vocabulary_size: int) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop_tokens: frozenset[int],
+        vocabulary_size: int,
+        texts: dict[int, bytes] | None = None,
+    ) -> None:
+        """`texts`: what each id stands for, where a text is no more than these, one behind the other."""
         self._tokenizer = tokenizer
+        self._texts = texts
         self.stop_tokens = stop_tokens
         """An answer ends with any of these."""
         self.vocabulary_size = vocabulary_size
@@ -59,7 +67,8 @@ class Tokenizer:
             size = 1 + max(vocabulary.values())
         except Exception as error:  # openvino raises RuntimeError and others for damaged files
             raise ModelError("the tokenizer cannot be loaded", found=_reason(error)) from error
-        self = cls(tokenizer, frozenset(), size)
+        texts = {token: text for text, token in vocabulary.items()} if _only_joins(directory / DETOKENIZER_IR) else None
+        self = cls(tokenizer, frozenset(), size, texts)
         configured = {tokenizer.get_eos_token_id(), *_configured_stops(directory)}
         named = {vocabulary.get(text.encode()) for text in _TURN_ENDS}
         stops = {token for token in named if token is not None and self.is_hidden(token)}
@@ -85,7 +94,10 @@ class Tokenizer:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of `tokens` without special tokens. Ids outside the vocabulary have no text."""
-        known = [token for token in tokens if 0 <= token < self.vocabulary_size]
+        known = [token for token in tokens if not self.is_hidden(token)]
+        if self._texts is not None:
+            # A forward of the detokenizer's graph takes longer than all else that is done for a token.
+            return b"".join([self._texts.get(token, b"") for token in known]).decode("utf-8", "ignore")
         return str(self._tokenizer.decode(known)) if known else ""
 
     def is_hidden(self, token: int) -> bool:
@@ -93,7 +105,7 @@ class Tokenizer:
         hidden = self._hidden.get(token)
         if hidden is None:
             hidden = not 0 <= token < self.vocabulary_size or (
-                not self.decode([token]) and bool(self._tokenizer.decode([token], skip_special_tokens=False))
+                not self._tokenizer.decode([token]) and bool(self._tokenizer.decode([token], skip_special_tokens=False))
             )
             self._hidden[token] = hidden
         return hidden
@@ -222,6 +234,20 @@ def _check_files(files: Any) -> None:
         raise ModelError("the tokenizer is not complete", expected=", ".join(missing), found="none")
     if (size := sum(map(len, files.values()))) > MAX_PACKED_BYTES:
         raise ModelError("the tokenizer is too large", expected=f"at most {MAX_PACKED_BYTES}", found=str(size))
+
+
+_JOINING = {"Parameter", "Const", "Slice", "VocabDecoder", "FuzeRagged", "UTF8Validate", "StringTensorPack", "Result"}
+
+
+def _only_joins(detokenizer: Path) -> bool:
+    """Whether the graph puts the bytes of its ids together, drops what is no UTF-8, and does nothing else."""
+    try:
+        graph = detokenizer.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return False
+    layers = re.findall(r'<layer id="\d+" name="[^"]*" type="(\w+)"', graph)
+    drops = '<data replace_mode="false" />' in graph
+    return drops and set(layers) <= _JOINING and len(layers) == graph.count("<layer ")
 
 
 def _configured_stops(directory: Path) -> set[int]:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.nodes import Stream, together
+from bench.clients import Stream, read
+from bench.nodes import together
 from bench.throttle import Line
 
 ROOT = Path(__file__).parents[2]
@@ -144,6 +145,44 @@ def test_families() -> None:
     pytest.importorskip("optimum.intel")
     figures = run_quickly("bench.families")
     assert figures == {"llama: max_difference": 0.0, "llama: cuts": 5, "llama: same_blobs": 1.0}
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_users() -> None:
+    figures = run_quickly("bench.users", "--model", "smollm2")
+    assert figures["genai_users1"] == 1.0
+    assert {"paged_stages1_users4", "paged_stages2_users4_ttft_p95_ms", "genai_users4_tpot_p95_ms"} <= figures.keys()
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_session_memory() -> None:
+    figures = run_quickly("bench.session_memory", "--model", "smollm2")
+    assert figures["paged_session_mb"] == pytest.approx(figures["paged_kv_mb"], rel=0.5)
+    assert figures["stateful_session_mb"] >= 0.9 * figures["stateful_kv_mb"]
+
+
+def test_an_answer_is_read_from_what_arrived() -> None:
+    def event(text: str, **more: object) -> bytes:
+        line = json.dumps({"choices": [{"delta": {"content": text}}], **more})
+        return f"data: {line}\n\n".encode()
+
+    def chunk(data: bytes) -> bytes:
+        return b"%x\r\n%s\r\n" % (len(data), data)
+
+    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    first, second = chunk(event("Hel")), chunk(event("lo", usage={"completion_tokens": 2}))
+    arrived = [(1.0, head + first[:20]), (2.0, first[20:]), (3.0, second), (4.0, chunk(b"data: [DONE]\n\n"))]
+    assert read(0.5, arrived) == Stream(0.5, (2.0, 3.0), 2, "Hello")
+
+
+@pytest.mark.parametrize(
+    "said", [b"", b"HTTP/1.1 503 Service Unavailable\r\n\r\n", b'HTTP/1.1 200 OK\r\n\r\ndata: {"error": "gone"}\n']
+)
+def test_a_refusal_is_no_answer(said: bytes) -> None:
+    with pytest.raises(RuntimeError):
+        read(0.0, [(1.0, said)] if said else [])
 
 
 def test_only_what_all_users_shared_counts() -> None:

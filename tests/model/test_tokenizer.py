@@ -9,7 +9,7 @@ from pathlib import Path
 
 import cbor2
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from swarm.model import tokenizer as module
@@ -30,6 +30,9 @@ TEXTS = [
     "x" * 300,
     "<|im_start|>user\nhi<|im_end|>\n",
 ]
+
+
+NEVER_IN_UTF8 = {0xC0, 0xC1, *range(0xF5, 0x100)}
 
 
 @pytest.fixture(
@@ -74,6 +77,40 @@ def test_nothing_and_the_impossible(tokenizer: Tokenizer) -> None:
     outside = [-1, tokenizer.vocabulary_size, 2**40]
     assert tokenizer.decode([*outside, *tokenizer.encode("ok")]) == "ok"
     assert all(tokenizer.is_hidden(token) for token in outside)
+
+
+@pytest.fixture(scope="module")
+def halves(tokenizer: Tokenizer) -> list[int]:
+    """Ids that are only a part of a character."""
+    assert tokenizer._texts is not None
+    texts = {token: text for token, text in tokenizer._texts.items() if not set(text) & NEVER_IN_UTF8}
+    return [token for token, text in sorted(texts.items()) if text.decode("utf-8", "ignore") == ""]
+
+
+@settings(max_examples=50, deadline=None)
+@given(data=st.data())
+def test_joining_the_bytes_gives_what_the_graph_gives(
+    tokenizer: Tokenizer, halves: list[int], data: st.DataObject
+) -> None:
+    any_id = st.integers(0, tokenizer.vocabulary_size - 1)
+    ids = data.draw(st.lists(st.sampled_from(halves) | any_id, min_size=1, max_size=12))
+    assume(not set(b"".join(tokenizer._texts[token] for token in ids)) & NEVER_IN_UTF8)
+    assert tokenizer.decode(ids) == tokenizer._tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize(
+    ("written", "instead"),
+    [('type="FuzeRagged"', 'type="RegexNormalization"'), ('replace_mode="false"', 'replace_mode="true"')],
+)
+def test_another_detokenizer_is_run_as_it_is(tiny_ir: Path, tmp_path: Path, written: str, instead: str) -> None:
+    graph = (tiny_ir / "openvino_detokenizer.xml").read_text(encoding="utf-8")
+    assert written in graph
+    changed = tmp_path / "openvino_detokenizer.xml"
+    changed.write_text(graph, encoding="utf-8")
+    assert module._only_joins(changed)
+    changed.write_text(graph.replace(written, instead), encoding="utf-8")
+    assert not module._only_joins(changed)
+    assert not module._only_joins(tmp_path / "none.xml")
 
 
 def test_stop_tokens(tokenizer: Tokenizer) -> None:
