@@ -130,8 +130,8 @@ def bloat(masked: StatefulEngine, text: list[int], context: int, first: bool) ->
     try:
         for share in SHARES:
 
-            def filled(cells: int = int(share * context)) -> float:
-                masked.run([segment(1, context, text[context : context + cells - ALIGN], 0, RowKind.PREFILL)])
+            def filled(rows: int = max(1, int(share * context) - ALIGN)) -> float:
+                masked.run([segment(1, context, text[context : context + rows], 0, RowKind.PREFILL)])
                 return step(masked, context, first)
 
             def clean() -> float:
