@@ -165,8 +165,7 @@ class StageWorker:
         False where all of them are busy.
         """
         if session not in self._owners and len(self._owners) >= limits.MAX_SESSIONS_PER_STAGE:
-            waiting = {message.session for message in self._adoptions}
-            idle = self._idle(waiting)
+            idle = self._idle()
             if not idle:
                 return False
             self._forget(idle[0])
@@ -196,9 +195,10 @@ class StageWorker:
         self._closing.add(session)
         self._arrived.set()
 
-    def _idle(self, except_for: Set[SessionId]) -> list[SessionId]:
+    def _idle(self, except_for: Set[SessionId] = frozenset()) -> list[SessionId]:
         """Sessions of which nothing waits, those that were unused longest first."""
-        return sorted(self._used.keys() - except_for - self._queue.sessions, key=self._used.__getitem__)
+        busy = except_for | self._queue.sessions | {message.session for message in self._adoptions}
+        return sorted(self._used.keys() - busy, key=self._used.__getitem__)
 
     def close_coordinator(self, node: NodeId) -> None:
         """Free what the stage holds for sessions of a coordinator that is gone."""

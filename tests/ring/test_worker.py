@@ -463,6 +463,21 @@ async def test_a_prompt_that_does_not_come_is_waited_for_no_longer(monkeypatch: 
         assert box.sent[-1] == (ASKER, Adopted(segment(2).session, EPOCH, 0))
 
 
+async def test_who_waits_for_a_prompt_is_not_given_up_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "RESTED_S", -1.0)
+    box = PostBox()
+    async with serving(HeldEngine(kv_tokens=128), box, plan=ALONE) as worker:
+        await worker.deliver(segment(9, rows=40))
+        await box.wait(1)
+        for session in (1, 2):
+            worker.adopt(replace(adopt(session, 80), tokens=tuple(range(200, 280))))
+        await box.wait(2)
+        await worker.deliver(segment(3, rows=96))
+        await box.wait(4)
+        answers = [message for _, message in box.sent if isinstance(message, Adopted)]
+        assert [one.session for one in answers] == [segment(1).session, segment(2).session]
+
+
 async def test_an_engine_that_cannot_share_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HeldEngine, "shares", False)
     monkeypatch.setattr(HeldEngine, "adopt", lambda *_: 0)
