@@ -1,7 +1,8 @@
 """Rewinding rejected tokens: by mask, by block table, and by trimming the cache physically (state get and set).
 
-One core, the whole model in one shard. Beside the time of the rewind itself: what a step takes with masked cells in the
-cache, what compaction costs, and how a step of the stateful engine compares with one of the paged engine.
+One core, the whole model in one shard. Beside the time of the rewind itself (`physical` is also what a compaction
+costs): the first step behind a rejection, which fills up to 15 cells for the alignment; the steps after it, with masked
+cells in the cache; and how a step of the stateful engine compares with one of the paged engine.
 
 ``python -m bench.rewind [--model qwen|smollm2] [--quick]``
 """
@@ -12,6 +13,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -123,23 +125,16 @@ def steps(masked: StatefulEngine, paged: PagedEngine, context: int, first: bool)
 
 
 def bloat(masked: StatefulEngine, text: list[int], context: int, first: bool) -> dict[str, float]:
-    """A step with masked cells, over one without, at several shares; and what getting rid of them costs."""
-    (session,) = masked._sessions.values()
+    """A step with masked cells, over one without, at several shares: two sessions, one of which was rewound often."""
     figures = {}
+    clean, filled = _Writer(masked, 2), _Writer(masked, 3)
+    for writer in (clean, filled):
+        writer.read(text[:context])
     stateful.MASKED_CELLS, bound = 1 << 30, stateful.MASKED_CELLS
     try:
         for share in SHARES:
-
-            def filled(cells: int = int(share * context)) -> float:
-                masked.run([segment(1, context, text[context : context + cells - ALIGN], 0, RowKind.PREFILL)])
-                return step(masked, context, first)
-
-            def clean() -> float:
-                masked.run([segment(1, context, [100])])
-                masked._compact(session)
-                return step(masked, context + 1, first)
-
-            found = in_turns({"clean": clean, "filled": filled})
+            filled.reject(text[context:], int(share * context))
+            found = in_turns({"clean": partial(clean.step, first), "filled": partial(filled.step, first)})
             found_ratios = ratios(found["filled"], found["clean"])
             print(
                 f"{context} tokens: {share:.0%} masked, a step takes {spread(found_ratios)} times as long", flush=True
@@ -147,7 +142,42 @@ def bloat(masked: StatefulEngine, text: list[int], context: int, first: bool) ->
             figures[f"masked_{share:.0%}_step_{context}".replace("%", "")] = statistics.median(found_ratios)
     finally:
         stateful.MASKED_CELLS = bound
+        for writer in (clean, filled):
+            writer.close()
     return figures
+
+
+class _Writer:
+    """A session that writes on, token by token."""
+
+    def __init__(self, engine: StatefulEngine, number: int) -> None:
+        self._engine = engine
+        self._number = number
+        self._position = 0
+
+    def read(self, prompt: list[int]) -> None:
+        for start in range(0, len(prompt), _CHUNK):
+            self._run(prompt[start : start + _CHUNK], RowKind.PREFILL)
+
+    def reject(self, tokens: list[int], masked: int) -> None:
+        """Run some `tokens` and rewind, so that `masked` cells in all are left; the next row pays for the gap."""
+        session = self._engine._sessions[segment(self._number, 0, [0]).session]
+        start = self._position
+        self._run(tokens[: max(1, masked - session.layout.masked - ALIGN)], RowKind.PREFILL)
+        self._position = start
+        self._run([100])
+
+    def step(self, first: bool) -> float:
+        """Milliseconds."""
+        with first_in_line(first):
+            return timed(lambda: self._run([100]))
+
+    def close(self) -> None:
+        self._engine.close_session(segment(self._number, 0, [0]).session)
+
+    def _run(self, tokens: list[int], kind: RowKind = RowKind.DECODE) -> None:
+        self._engine.run([segment(self._number, self._position, tokens, 1, kind)])
+        self._position += len(tokens)
 
 
 def step(engine: StatefulEngine | PagedEngine, position: int, first: bool) -> float:

@@ -213,6 +213,10 @@ class Forgetful:
     def free_tokens(self) -> int:
         return self._engine.free_tokens
 
+    @property
+    def shares(self) -> bool:
+        return self._engine.shares
+
     def run(self, batch: Sequence[Segment]) -> list[Output]:
         return [
             Output(drawn=tuple(self._say(token, segment) for token in output.drawn))

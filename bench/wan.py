@@ -2,15 +2,17 @@
 
 Real nodes (`bench.ring`), a core each, their links through a proxy that delays. Three stages need three cores and are
 simulated; the prediction for two stands beside the measurement. Both take stage and draft times from
-`bench/results/costs.json` (`python -m bench.costs`) and the acceptance from the measurement itself.
+`bench/results/costs.json` (`python -m bench.costs`) and the acceptance from the measurement itself. Each round has
+prompts of its own, the same for all ways and delays.
 
-``python -m bench.wan [--rounds N] [--tokens N] [--plot FILE] [--quick]``
+``python -m bench.wan [--delay MS]... [--rounds N] [--tokens N] [--plot FILE] [--quick]``
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -27,9 +29,11 @@ from tests.prompts import PROMPTS
 
 DELAYS_MS = (0, 10, 50, 100)
 WAYS = {"plain": PLAIN, "one window": ONE_WINDOW, "windows in flight": IN_FLIGHT}
-USERS = (1, 2)
-ROUNDS = 3
-TOKENS = 64
+CASES = (*((way, 1) for way in WAYS), ("windows in flight", 2))
+"""Way and users."""
+ROUNDS = 5
+TOKENS = 48
+WARMING_TOKENS = 8
 
 Key = tuple[int, str, int]
 """Delay in ms, way, users."""
@@ -55,6 +59,7 @@ class Measured:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.wan", description=__doc__)
+    parser.add_argument("--delay", type=int, action="append", help="one way, ms (default: 0, 10, 50 and 100)")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"counted (default: {ROUNDS})")
     parser.add_argument("--tokens", type=int, default=TOKENS, help=f"of each answer (default: {TOKENS})")
     parser.add_argument("--plot", type=Path, help="write the curve as an SVG file")
@@ -64,34 +69,33 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     quick = arguments.quick
-    delays = (0, 50) if quick else DELAYS_MS
+    delays = (0, 50) if quick else tuple(arguments.delay or DELAYS_MS)
     rounds, tokens = (1, 16) if quick else (arguments.rounds, arguments.tokens)
     found = asyncio.run(measure(delays, rounds, tokens, quick, arguments.first))
     figures = compare(found)
     settings = {"rounds": rounds, "tokens": tokens, "delays_ms": delays, "first": arguments.first}
     if not quick:
-        acceptance = accepted(found)
-        predicted = {stages: predict(stages, acceptance) for stages in (2, 3)}
+        acceptance = figures["acceptance"] = accepted(found)
+        predicted = {stages: predict(stages, acceptance, delays) for stages in (2, 3)}
         figures |= beside(found, predicted)
         settings["three_stages"] = "simulated"
         if arguments.plot:
             arguments.plot.write_text(plot(found, predicted).svg(), encoding="utf-8")
-    report("wan", figures, settings, keep=not quick)
+    report("wan", figures, settings, keep=not quick and delays == DELAYS_MS)
 
 
 async def measure(delays: Sequence[int], rounds: int, tokens: int, quick: bool, first: bool) -> dict[Key, Measured]:
-    """Every way over every link, in turns; the first round warms up."""
+    """Every way over every link, in turns, after a short round that warms up."""
     target, draft = (models.smollm2(), None) if quick else (models.qwen_int4(), models.draft_int4())
     setup = Setup(target, draft, (cores()[0], cores()[-1]))
-    found = {(delay, way, users): Measured() for delay in delays for way in WAYS for users in USERS}
+    found = {(delay, way, users): Measured() for delay in delays for way, users in CASES}
     async with bench_ring(setup) as ring:
-        for turn in range(rounds + 1):
-            for (delay, way, users), one in found.items():
-                ring.set_delay(delay / 1000)
-                streams = await ask(ring, way, users, turn, tokens, first)
-                if turn:
-                    one.add(streams)
-                    print(f"round {turn}: {delay} ms, {way}, {users}: {one.rates[-1]:.2f} tok/s", file=sys.stderr)
+        for way, users in CASES:
+            await ask(ring, way, users, 0, WARMING_TOKENS, first)
+        for turn, ((delay, way, users), one) in itertools.product(range(rounds), found.items()):
+            ring.set_delay(delay / 1000)
+            one.add(await ask(ring, way, users, turn, tokens, first))
+            print(f"round {turn}: {delay} ms, {way}, {users}: {one.rates[-1]:.2f} tok/s", file=sys.stderr, flush=True)
     return found
 
 
@@ -109,17 +113,16 @@ def accepted(found: Mapping[Key, Measured]) -> float:
     return sum(one.accepted for one in single) / max(1, sum(one.drafted for one in single))
 
 
-def predict(stages: int, acceptance: float) -> dict[Key, float]:
+def predict(stages: int, acceptance: float, delays: Sequence[int]) -> dict[Key, float]:
     """What the simulator says for the same, in tokens per second."""
     measured = costs.kept()
     draft = forgetful(costs.draft_costs(measured), acceptance)
     return {
         (delay, way, users): simulate(
-            costs.stage_costs(measured, stages), users, speculation, Links(delay / 1000, HOP_S), draft
+            costs.stage_costs(measured, stages), users, WAYS[way], Links(delay / 1000, HOP_S), draft
         ).rate
-        for delay in DELAYS_MS
-        for way, speculation in WAYS.items()
-        for users in USERS
+        for delay in delays
+        for way, users in CASES
     }
 
 
@@ -139,9 +142,11 @@ def compare(found: Mapping[Key, Measured]) -> dict[str, float]:
 def beside(found: Mapping[Key, Measured], predicted: Mapping[int, Mapping[Key, float]]) -> dict[str, float]:
     """The predictions, and for two stages how far the measurement is from each."""
     figures: dict[str, float] = {}
+    farthest = max(delay for delay, _, _ in found)
     for stages, rates in predicted.items():
         figures |= {f"{name(stages, key)}_predicted": rate for key, rate in rates.items()}
-        figures[f"wan100_stages{stages}_predicted"] = rates[100, "windows in flight", 2] / rates[100, "plain", 1]
+        full, plain = rates[farthest, "windows in flight", 2], rates[farthest, "plain", 1]
+        figures[f"wan{farthest}_stages{stages}_predicted"] = full / plain
     off = [one.rate / predicted[2][key] for key, one in found.items()]
     print(f"measured / predicted, 2 stages: {spread(off)}")
     figures["measured_to_predicted"] = statistics.median(off)
@@ -157,8 +162,9 @@ def plot(found: Mapping[Key, Measured], predicted: Mapping[int, Mapping[Key, flo
     """One user's speed over the delay: measured lines, and the predictions dashed."""
     lines = []
     for way in WAYS:
-        lines.append(Line(way, [(delay, found[delay, way, 1].rate) for delay in DELAYS_MS]))
-        lines.append(Line(way, [(delay, predicted[2][delay, way, 1]) for delay in DELAYS_MS], dashed=True))
+        lines.append(Line(way, [(delay, one.rate) for (delay, *case), one in found.items() if case == [way, 1]]))
+        rates = [(delay, rate) for (delay, *case), rate in predicted[2].items() if case == [way, 1]]
+        lines.append(Line(way, rates, dashed=True))
     return Plot(
         "One user on two PCs over slow links",
         "Qwen2.5-Coder-1.5B INT4, one core a PC. Solid: measured. Dashed: the simulator's prediction.",

@@ -17,8 +17,9 @@ from swarm.ring.port import RingPort
 MIN_PROMPT = 64
 """Tokens. To ask costs a round trip through the ring; to prefill less than this costs no more on most PCs."""
 
-ANSWER_S = 2.0
-"""Without an answer after this the prompt is prefilled whole."""
+ANSWER_S = 20.0
+"""Without an answer after this the prompt is prefilled whole. A stage answers at once, unless just these rows are being
+computed for another session; then it takes as long as they do."""
 
 
 @dataclass(slots=True)
@@ -53,6 +54,11 @@ class Adoptions:
             del self._open[session]
         # A new plan has empty caches. A peer may say anything.
         return question.positions if self._ring.plan.epoch == plan.epoch and question.positions <= len(first) else 0
+
+    def plan_changed(self) -> None:
+        """The stages that were asked are gone with their caches."""
+        for question in self._open.values():
+            question.answered.set()
 
     def answered(self, message: Adopted) -> None:
         question = self._open.get(message.session)

@@ -313,6 +313,7 @@ class Coordinator:
         for session in self._idle.clear():
             self._forget_drafts(session.id)
         self._plan = plan
+        self._adoptions.plan_changed()
         self._admission.resize(_capacity(plan), self._admission.context, self._clock())
         for turn in self._turns.values():
             turn.post_plan(self._place())

@@ -43,6 +43,10 @@ class Engine(Protocol):
     def free_tokens(self) -> int:
         """Positions of KV cache that are not taken."""
 
+    @property
+    def shares(self) -> bool:
+        """Whether a session may begin with what was computed for others (`adopt`)."""
+
     def run(self, batch: Sequence[Segment]) -> list[Output]:
         """Run all segments in one forward; blocking. At most one segment of each session.
 

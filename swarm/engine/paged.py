@@ -100,6 +100,10 @@ class PagedEngine:
     def free_tokens(self) -> int:
         return self._pool.free_blocks * self._pool.size
 
+    @property
+    def shares(self) -> bool:
+        return True
+
     def check(self, segment: Segment) -> None:
         check_rows(segment, self._vocabulary, self.hidden_size)
         if len(segment.tokens) > MAX_ROWS:
@@ -139,7 +143,9 @@ class PagedEngine:
         return [Output(hidden=hidden[first : first + count].copy()) for first, count in rows.spans]
 
     def adopt(self, session: SessionId, tokens: Sequence[int]) -> int:
-        return self._pool.adopt(session, tokens)
+        table = self._pool.adopt(session, tokens)
+        self._copy_blocks([table])
+        return len(table.tokens)
 
     def close_session(self, session: SessionId) -> None:
         self._pool.close(session)
@@ -173,7 +179,7 @@ class PagedEngine:
         self._set("max_context_len", np.array(max(rows.positions) + 1, np.int32))
 
     def _copy_blocks(self, tables: Sequence[BlockTable]) -> None:
-        """Copy on write: what a session shared until now and is about to change becomes its own."""
+        """Copy on write: what a session shares and is about to change becomes its own."""
         for source, target in (table.copy for table in tables if table.copy is not None):
             for cache in self._caches:
                 _block(cache, source).copy_to(_block(cache, target))

@@ -123,6 +123,10 @@ class StatefulEngine:
     def free_tokens(self) -> int:
         return self._kv_tokens - sum(session.layout.held for session in self._sessions.values())
 
+    @property
+    def shares(self) -> bool:
+        return False
+
     def check(self, segment: Segment) -> None:
         check_rows(segment, self._vocabulary, self.hidden_size)
         if len(segment.tokens) > MAX_SEGMENT_ROWS:

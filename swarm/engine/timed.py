@@ -68,6 +68,10 @@ class TimedEngine:
     def free_tokens(self) -> int:
         return self._pool.free_blocks * self._pool.size
 
+    @property
+    def shares(self) -> bool:
+        return True
+
     def check(self, segment: Segment) -> None:
         check_rows(segment, self._vocabulary, self.hidden_size)
         self._pool.check(segment.session, segment.start, len(segment.tokens))
@@ -91,7 +95,7 @@ class TimedEngine:
         return outputs
 
     def adopt(self, session: SessionId, tokens: Sequence[int]) -> int:
-        return self._pool.adopt(session, tokens)
+        return len(self._pool.adopt(session, tokens).tokens)
 
     def close_session(self, session: SessionId) -> None:
         self._pool.close(session)

@@ -363,7 +363,8 @@ class CloseSession:
 class Adopt:
     """Coordinator to the first stage, and each stage to the next: begin a session with what others computed of it.
 
-    Each stage takes what it holds of the ids, in whole blocks that were prefilled, and passes on no more than that.
+    Each stage takes what it holds of the ids, as far as they were prefilled, and passes on no more than that. While
+    just those rows are being computed for another session, the answer waits for them.
     """
 
     TAG: ClassVar[int] = 34

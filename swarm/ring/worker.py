@@ -23,6 +23,7 @@ from swarm.protocol.errors import CapacityError, DeadlineError, DeviceError, Lin
 from swarm.protocol.ids import Epoch, NodeId, SessionId
 from swarm.protocol.messages import Adopt, Adopted, CloseSession, Drawn, Message, Refused, RowKind, Segment
 from swarm.protocol.plan import Plan
+from swarm.ring.beginnings import Beginnings
 from swarm.ring.outbox import Outbox, Send
 from swarm.ring.schedule import StepScheduler
 
@@ -86,6 +87,7 @@ class StageWorker:
         self._room.set()
         self._over = False
         self._adoptions: deque[Adopt] = deque()
+        self._beginnings = Beginnings()
         self._closing: set[SessionId] = set()
         self._owners: dict[SessionId, NodeId] = {}
         self._begun: dict[SessionId, int] = {}
@@ -142,7 +144,9 @@ class StageWorker:
                 return
             self._room.clear()
             await self._room.wait()
-        self._queue.push(segment, time.monotonic())
+        now = time.monotonic()
+        self._beginnings.delivered(segment, now)
+        self._queue.push(segment, now)
         self._arrived.set()
 
     def adopt(self, message: Adopt) -> None:
@@ -161,8 +165,7 @@ class StageWorker:
         False where all of them are busy.
         """
         if session not in self._owners and len(self._owners) >= limits.MAX_SESSIONS_PER_STAGE:
-            waiting = {message.session for message in self._adoptions}
-            idle = self._idle(waiting)
+            idle = self._idle()
             if not idle:
                 return False
             self._forget(idle[0])
@@ -184,15 +187,18 @@ class StageWorker:
 
     def _forget(self, session: SessionId) -> None:
         self._queue.forget(session)
+        self._beginnings.forget(session)
+        self._adoptions = deque(message for message in self._adoptions if message.session != session)
         self._owners.pop(session, None)
         self._used.pop(session, None)
         self._begun.pop(session, None)
         self._closing.add(session)
         self._arrived.set()
 
-    def _idle(self, except_for: Set[SessionId]) -> list[SessionId]:
+    def _idle(self, except_for: Set[SessionId] = frozenset()) -> list[SessionId]:
         """Sessions of which nothing waits, those that were unused longest first."""
-        return sorted(self._used.keys() - except_for - self._queue.sessions, key=self._used.__getitem__)
+        busy = except_for | self._queue.sessions | {message.session for message in self._adoptions}
+        return sorted(self._used.keys() - busy, key=self._used.__getitem__)
 
     def close_coordinator(self, node: NodeId) -> None:
         """Free what the stage holds for sessions of a coordinator that is gone."""
@@ -234,14 +240,11 @@ class StageWorker:
             self._arrived.clear()
             self._close_sessions()
             due = self._queue.due()
-            if due is None:
-                self._answer_adoptions()
-                await self._arrived.wait()
-                continue
-            left_s = due - time.monotonic()
-            if left_s <= 0:
+            now = time.monotonic()
+            wakes = self._answer_adoptions() if due is None else due
+            if due is not None and due <= now:
                 return
-            with anyio.move_on_after(left_s):
+            with anyio.move_on_after(None if wakes is None else wakes - now):
                 await self._arrived.wait()
 
     def _take(self) -> list[Segment]:
@@ -311,6 +314,8 @@ class StageWorker:
             self._steps.append((time.perf_counter() - began) * 1000)
         self._rows += sum(len(segment.tokens) for segment in batch)
         self._ran.update((s.session, (s.attempt, s.number, s.start + len(s.tokens))) for s in batch)
+        for segment in batch:
+            self._beginnings.ran(segment, time.monotonic())
         self._begun.update({segment.session: segment.attempt for segment in batch if segment.session in self._owners})
         return self._results(batch, outputs)
 
@@ -328,15 +333,26 @@ class StageWorker:
         self._outbox.post(owner, _refused(youngest, self._plan.epoch, attempt, reason, fatal=False))
         return [segment for segment in batch if segment.session != youngest]
 
-    def _answer_adoptions(self) -> None:
-        """After a forward that runs or waits: it may compute just what is asked for."""
-        while self._adoptions:
-            message = self._adoptions.popleft()
+    def _answer_adoptions(self) -> float | None:
+        """After a forward that runs or waits: it may compute just what is asked for.
+
+        When to look again, where some wait for rows of others; None where all are answered.
+        """
+        asked, self._adoptions = self._adoptions, deque()
+        now, wakes = time.monotonic(), []
+        for message in asked:
+            until = self._beginnings.awaited(message.tokens, now) if self._engine.shares else None
+            if until is not None:
+                self._adoptions.append(message)
+                wakes.append(until)
+                continue
             held = self._engine.adopt(message.session, message.tokens)
+            self._beginnings.asked(message.session, message.tokens, held, now)
             onward = replace(message, tokens=message.tokens[:held])
             if not held or self._next is None or not self._outbox.post(self._next, onward):
                 adopted = Adopted(message.session, message.epoch, held if self._next is None else 0)
                 self._outbox.post(message.coordinator, adopted)
+        return min(wakes, default=None)
 
     def _results(self, batch: Sequence[Segment], outputs: Sequence[Output]) -> list[tuple[NodeId, Message]]:
         """What comes of a forward; of sessions that were closed while it ran, nothing."""

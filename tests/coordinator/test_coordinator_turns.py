@@ -75,6 +75,24 @@ async def test_a_question_that_is_cancelled_while_it_is_asked_leaves_nothing_beh
         assert (h.coordinator.stats().running, h.coordinator.stats().idle) == (0, 0)
 
 
+async def test_a_question_ends_with_the_plan_it_was_asked_in() -> None:
+    async with house() as h, anyio.create_task_group() as tasks:
+        h.ring.answers_adoptions = False
+        request = ask("a prompt that is long enough to be asked about, which takes some more words")
+        found: list[str] = []
+
+        async def read() -> None:
+            found.append((await collect(h.coordinator, request))[0])
+
+        tasks.start_soon(read)
+        await until(lambda: h.coordinator.stats().running == 1)
+        await until_blocked()
+        h.ring.change_plan(make_plan(2, 1))
+        with anyio.fail_after(adoption.ANSWER_S / 2):
+            await until(lambda: bool(found))
+        assert found == [expected(request)]
+
+
 @pytest.mark.parametrize("positions", [-1, 10_000])
 async def test_a_stage_that_claims_nonsense_is_not_believed(positions: int, monkeypatch: pytest.MonkeyPatch) -> None:
     async with house() as h:

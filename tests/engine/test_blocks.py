@@ -55,11 +55,14 @@ class Pool(RuleBasedStateMachine):
     def forward(self, table: BlockTable, start: int, content: list[tuple[int, RowKind]]) -> None:
         """What the engine does with the table."""
         size = self.pool.size
-        if table.copy is not None:
-            for offset in range(size):
-                self.memory[table.copy[1], offset] = self.memory.get((table.copy[0], offset), ())
+        self.copy_block(table)
         for position in range(start, len(content)):
             self.memory[table.blocks[position // size], position % size] = tuple(content[: position + 1])
+
+    def copy_block(self, table: BlockTable) -> None:
+        if table.copy is not None:
+            for offset in range(self.pool.size):
+                self.memory[table.copy[1], offset] = self.memory.get((table.copy[0], offset), ())
 
     @rule(session=names, tokens=rows, kind=kinds)
     def append(self, session: SessionId, tokens: tuple[int, ...], kind: RowKind) -> None:
@@ -74,12 +77,14 @@ class Pool(RuleBasedStateMachine):
         """A prompt: what is held of it is adopted, the rest is prefilled."""
         prompt = tokens + more
         if session in self.sessions:
-            assert self.pool.adopt(session, prompt) == 0
+            assert self.pool.adopt(session, prompt).tokens == []
             return
         free = self.pool.free_blocks
-        held = self.pool.adopt(session, prompt)
-        assert held % self.pool.size == 0
-        assert free - self.pool.free_blocks <= held // self.pool.size
+        table = self.pool.adopt(session, prompt)
+        self.copy_block(table)
+        held = len(table.tokens)
+        assert held == 0 or held >= self.pool.size
+        assert free - self.pool.free_blocks <= -(-held // self.pool.size)
         if held:
             self.sessions[session] = [(token, RowKind.PREFILL) for token in prompt[:held]]
 
@@ -110,7 +115,7 @@ class Pool(RuleBasedStateMachine):
         self.pool.reset()
         self.sessions.clear()
         assert self.pool.free_blocks == self.pool.blocks
-        assert self.pool.adopt(A, (0,) * 40) == 0
+        assert self.pool.adopt(A, (0,) * 40).tokens == []
 
     @invariant()
     def holds(self) -> None:
@@ -131,8 +136,12 @@ TestPool = Pool.TestCase
 TestPool.settings = settings(max_examples=150, stateful_step_count=40, derandomize=True, deadline=None)
 
 
+def adopted(pool: BlockPool, session: SessionId, tokens: tuple[int, ...]) -> int:
+    return len(pool.adopt(session, tokens).tokens)
+
+
 def prefill(pool: BlockPool, session: SessionId, tokens: tuple[int, ...]) -> BlockTable:
-    held = pool.adopt(session, tokens)
+    held = adopted(pool, session, tokens)
     table = pool.extend(session, held, tokens[held:], RowKind.PREFILL)
     pool.publish(table)
     return table
@@ -141,11 +150,53 @@ def prefill(pool: BlockPool, session: SessionId, tokens: tuple[int, ...]) -> Blo
 def test_equal_prompts_share_their_whole_blocks() -> None:
     pool = BlockPool(8, 2)
     first = prefill(pool, A, (1, 2, 3, 4, 5))
-    assert pool.adopt(B, (1, 2, 3, 4, 9)) == 4
+    assert adopted(pool, B, (1, 2, 3, 4, 9)) == 4
     second = pool.extend(B, 4, (9,), RowKind.PREFILL)
     assert second.blocks[:2] == first.blocks[:2]
     assert pool.free_blocks == 8 - 4
-    assert pool.adopt(C, (1, 2, 9, 4)) == 2
+    assert adopted(pool, C, (1, 2, 9, 4)) == 2
+
+
+def test_prompts_that_part_inside_a_block_share_its_first_positions() -> None:
+    pool = BlockPool(8, 4)
+    first = prefill(pool, A, (1, 2, 3, 4, 5, 6, 7, 8, 9))
+    second = pool.adopt(B, (1, 2, 3, 4, 5, 6, 0, 0))
+    assert second.tokens == [1, 2, 3, 4, 5, 6]
+    assert second.blocks[0] == first.blocks[0]
+    assert second.copy == (first.blocks[1], second.blocks[1])
+    assert pool.extend(B, 6, (0, 0), RowKind.PREFILL).copy is None, "the block is its own by now"
+    assert adopted(pool, C, (1, 2, 0)) == 0, "less than a block is not worth the asking"
+
+
+def test_a_block_that_a_prompt_fills_in_part_is_shared() -> None:
+    pool = BlockPool(8, 4)
+    first = prefill(pool, A, (1, 2, 3, 4, 5, 6))
+    pool.publish(pool.extend(A, 6, (7,), RowKind.DECODE))
+    second = pool.adopt(B, (1, 2, 3, 4, 5, 6, 7))
+    assert second.tokens == [1, 2, 3, 4, 5, 6], "what was decoded is not"
+    pool.publish(pool.extend(A, 5, (9, 9), RowKind.PREFILL))
+    assert adopted(pool, C, (1, 2, 3, 4, 5, 6)) == 5, "it has changed"
+    assert first.blocks[1] != second.blocks[1]
+
+
+def test_of_several_blocks_the_longest_part_is_taken() -> None:
+    pool = BlockPool(8, 4)
+    prefill(pool, A, (1, 2, 3, 4, 5, 0, 0, 0))
+    other = pool.extend(B, 0, (1, 2, 3, 4, 5, 6, 7), RowKind.PREFILL)
+    pool.publish(other)
+    third = pool.adopt(C, (1, 2, 3, 4, 5, 6, 7, 8))
+    assert third.tokens == [1, 2, 3, 4, 5, 6, 7]
+    assert third.copy == (other.blocks[1], third.blocks[1])
+
+
+def test_without_a_free_block_only_whole_ones_are_shared() -> None:
+    pool = BlockPool(2, 2)
+    prefill(pool, A, (1, 2, 3))
+    assert adopted(pool, B, (1, 2, 3)) == 2
+    pool.close(B)
+    pool.close(A)
+    assert adopted(pool, B, (1, 2, 3)) == 2, "the block to copy is the only one to be taken"
+    assert pool.free_blocks == 1
 
 
 def test_blocks_stay_for_the_next_session_until_their_room_is_needed() -> None:
@@ -153,10 +204,10 @@ def test_blocks_stay_for_the_next_session_until_their_room_is_needed() -> None:
     prefill(pool, A, (1, 2, 3, 4))
     pool.close(A)
     assert pool.free_blocks == 4
-    assert pool.adopt(B, (1, 2, 3, 4, 5)) == 4
+    assert adopted(pool, B, (1, 2, 3, 4, 5)) == 4
     pool.close(B)
     prefill(pool, C, (9, 9, 9, 9, 9, 9))  # takes three: two that were never used, and the end of the chain
-    assert pool.adopt(B, (1, 2, 3, 4)) == 2
+    assert adopted(pool, B, (1, 2, 3, 4)) == 2
 
 
 def test_decoded_positions_are_not_shared() -> None:
@@ -165,25 +216,25 @@ def test_decoded_positions_are_not_shared() -> None:
     prefill(pool, A, (1, 2))
     pool.publish(pool.extend(A, 2, (3, 4), RowKind.DECODE))
     pool.publish(pool.extend(A, 4, (5, 6), RowKind.PREFILL))
-    assert pool.adopt(B, (1, 2, 3, 4, 5, 6)) == 2
+    assert adopted(pool, B, (1, 2, 3, 4, 5, 6)) == 2
 
 
 def test_a_rewind_into_a_shared_block_copies_it() -> None:
     pool = BlockPool(8, 4)
     first = prefill(pool, A, (1, 2, 3, 4))
-    assert pool.adopt(B, (1, 2, 3, 4)) == 4
+    assert adopted(pool, B, (1, 2, 3, 4)) == 4
     second = pool.extend(B, 3, (9,), RowKind.PREFILL)
     assert second.copy == (first.blocks[0], second.blocks[0])
     assert first.blocks != second.blocks
     pool.publish(second)
-    assert pool.adopt(C, (1, 2, 3, 4)) == 4, "the first one's block is as it was"
+    assert adopted(pool, C, (1, 2, 3, 4)) == 4, "the first one's block is as it was"
 
 
 def test_a_rewind_into_a_block_of_ones_own_withdraws_it() -> None:
     pool = BlockPool(8, 4)
     prefill(pool, A, (1, 2, 3, 4))
     assert pool.extend(A, 3, (9,), RowKind.DECODE).copy is None
-    assert pool.adopt(B, (1, 2, 3, 4)) == 0
+    assert adopted(pool, B, (1, 2, 3, 4)) == 0
 
 
 def test_a_rewind_keeps_the_blocks_before_it() -> None:

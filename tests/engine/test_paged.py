@@ -77,16 +77,16 @@ def smollm2_chains(model: Published) -> tuple[list[Chain], list[Plain]]:
 
 
 def test_equal_prefixes_are_computed_once_and_change_nothing() -> None:
-    """A session goes on behind blocks of another one, rewinds into one of them, and neither notices."""
+    """A session goes on inside a block of another one, one rewinds into one of them, and nobody notices."""
     chain = Chain([tiny_engine(0, 2), tiny_engine(2, LAYERS)])
     first, second, third = tiny_references()[3:]
     assert first.prompt[:40] == second.prompt[:40]
     for engine in chain.engines:
         engine.reset()
     chain.run([segment(1, 0, first.prompt)])
-    assert chain.adopt(2, second.prompt[:-2]) == 32
-    assert chain.adopt(3, third.prompt[:-2]) == 64
-    rest = [segment(2, 32, second.prompt[32:]), segment(3, 60, third.prompt[60:])]
+    assert chain.adopt(2, second.prompt[:-2]) == 40
+    assert chain.adopt(3, third.prompt[:-2]) >= 64
+    rest = [segment(2, 40, second.prompt[40:]), segment(3, 60, third.prompt[60:])]
     _, logits = chain.run(rest)
     assert_same_bits(logits[:1], second.logits[len(second.prompt) - 1 :][:1], "behind adopted blocks")
     assert_same_bits(logits[1:], third.logits[len(third.prompt) - 1 :][:1], "rewound into an adopted block")
