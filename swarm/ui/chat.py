@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 HELP = """\
 Enter sends. Alt+Enter, Ctrl-J, or Esc and then Enter start a new line; pasted lines stay together.
-Ctrl-C stops an answer. Ctrl-C twice, Ctrl-D on an empty line, or /quit leaves the swarm.
+Ctrl-C or /stop stops an answer. Ctrl-C twice, Ctrl-D on an empty line, or /quit leaves the swarm.
 Up and Down go through earlier questions, PageUp and PageDown through the text.
 /new starts a new conversation, /status shows the whole swarm, /help this."""
 
@@ -63,6 +63,9 @@ class Chat:
             self._transcript.add(Kind.NOTE, HELP)
         elif word == "/status":
             self._transcript.add(Kind.NOTE, status_text(self._snapshot(), self._transcript.text_width))
+        elif word == "/stop":
+            if not self.cancel():
+                self._transcript.add(Kind.NOTE, "Nothing to stop.")
         elif word == "/new":
             self.cancel()
             self._turns = []

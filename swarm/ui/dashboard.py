@@ -73,17 +73,22 @@ def lines(snapshot: Snapshot, width: int, height: int | None = None) -> list[Tex
     blocks.append([Row(line, line is shortened[-1]) for line in shortened])
     compact = width < NARROW and height is not None and height < _COMPACT_BELOW
     answers = _answers(snapshot, width)
+    counts: list[Text] = []
     if answers and not compact:
         answers += _drafts(snapshot, width)
+        counts = _draft_counts(snapshot, width)
     top = [*_head(snapshot, width, compact), *_alert(snapshot, plan, width)]
     rings = groups(plan)
     heading = [headings(grid, rings[0], len(rings) == 1 and rings[0].last == 1)] if rings else []
     room = 10**6 if height is None else height - len(top) - len(heading) - len(answers)
     shares = deal(room, [len(block) for block in blocks])
     shown = [_cut(*block) for block in zip(blocks, shares, _NOUNS, strict=True)]
+    spare = room - sum(shares)
+    if counts and spare > 0:
+        answers += counts
+        spare -= 1
     sections = [top, heading + shown[0] + shown[1], shown[2], answers, shown[3]]
     sections = [section for section in sections if section]
-    spare = room - sum(shares)
     result: list[Text] = []
     for section in sections:
         if result and spare > 0:
@@ -232,6 +237,21 @@ def _drafts(snapshot: Snapshot, width: int) -> list[Text]:
         facts.insert(0, source)
     if width >= WIDE and not view.draft and view.no_draft:
         facts.append(figures.clean(view.no_draft))
+    return [_listed(line, facts, width)]
+
+
+def _draft_counts(snapshot: Snapshot, width: int) -> list[Text]:
+    """The sums behind `_drafts`, for where there is a line to spare."""
+    view = snapshot.speculation
+    if not view.drafted:
+        return []
+    facts = [f"{view.drafted} drafted", f"{view.accepted} accepted", f"{view.rejected} rejected"]
+    facts.append(f"{figures.count(view.wasted_rows, 'row')} wasted")
+    return [_listed(_text(" " * len(" drafts ")), facts, width)]
+
+
+def _listed(line: Text, facts: Sequence[str], width: int) -> Text:
+    """`line`, and behind it as many of the facts as there is room for."""
     shown = ""
     for fact in facts:
         longer = f"{shown}, {fact}" if shown else f"  {fact}"
@@ -240,7 +260,7 @@ def _drafts(snapshot: Snapshot, width: int) -> list[Text]:
             shown += f", {fact}" if shown and cell_len(fact) >= 12 else ""
             break
         shown = longer
-    return [line.append(shown, QUIET)]
+    return line.append(shown, QUIET)
 
 
 def _answers(snapshot: Snapshot, width: int) -> list[Text]:
@@ -253,13 +273,12 @@ def _answers(snapshot: Snapshot, width: int) -> list[Text]:
     line = Text(" ").append("answers", TITLE).append(f"  {figures.tokens_per_second(snapshot.tokens_per_second)}")
     facts = [figures.count(sessions, "session") if sessions else "no sessions"]
     if snapshot.queued:
-        facts.append(f"{snapshot.queued} in line here")
+        facts.insert(0 if width < NARROW else 1, f"{snapshot.queued} in line here")
     if len(living) > 1 and width >= NARROW:
         facts.append(f"{figures.tokens_per_second(everywhere)} in the swarm")
     if width >= WIDE and snapshot.plan.predicted_token_ms > 0:
         facts.append(f"{figures.milliseconds(snapshot.plan.predicted_token_ms)} a token predicted")
-    tail = "  " + ", ".join(facts)
-    room = min(60 if width >= WIDE else 30, width - line.cell_len - 3 - cell_len(tail))
+    room = min(60 if width >= WIDE else 30, width - line.cell_len - 5 - cell_len(", ".join(facts)))
     if room >= 10 and snapshot.history:
         line.append("  ").append(figures.sparkline(snapshot.history, room), ACCENT)
-    return [line.append(tail, QUIET)]
+    return [_listed(line, facts, width)]

@@ -77,6 +77,18 @@ async def test_a_slow_reader_pauses_the_session() -> None:
         assert text == expected(ask("quick"), 500)
 
 
+async def test_a_slow_reader_holds_up_nobody() -> None:
+    async with house() as h, aclosing(h.coordinator.generate(ask("quick", max_tokens=500))) as deltas:
+        text = (await anext(deltas)).text
+        for number in range(8):
+            assert (await collect(h.coordinator, ask(f"question {number}")))[0] == expected(ask(f"question {number}"))
+            (turn,) = h.coordinator._turns.values()
+            assert turn.results.statistics().current_buffer_used <= READER_BUFFER
+            assert len(turn._inbox) <= 1, "nothing is drawn that nobody takes"
+        text += "".join([delta.text async for delta in deltas])
+        assert text == expected(ask("quick"), 500)
+
+
 async def test_a_plan_change_while_the_reader_is_slow() -> None:
     async with house() as h:
         async with aclosing(h.coordinator.generate(ask("quick", max_tokens=150))) as deltas:

@@ -219,10 +219,11 @@ async def test_however_much_is_asked_one_thing_is_done_and_the_newest(tmp_path: 
             tasks.start_soon(gatherer.run)
             for number in range(200):
                 gatherer.received(peers[number % 2], TakeLayers(BlobId(f"{number:064x}"), 10, 0, 0))
-                await anyio.wait_all_tasks_blocked()
-                assert owner.fetching == [f"{number:064x}"]
-            gatherer.gone(peers[0])
+                await anyio.lowlevel.checkpoint()
+            await anyio.wait_all_tasks_blocked()
+            assert owner.fetching == [f"{199:064x}"]
             assert owner.most == 1
+            gatherer.gone(peers[0])
             owner.absent.set()
             await anyio.wait_all_tasks_blocked()
             ((to, answer),) = owner.answers

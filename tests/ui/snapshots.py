@@ -147,6 +147,21 @@ CASES: dict[str, Snapshot] = {
         history=HISTORY,
         tokens_per_second=12.4,
     ),
+    "users": snapshot(
+        plan=ring(3, 28, note="3 PCs share 28 layers"),
+        node=node_id(2),
+        name="PC-2",
+        members=tuple(
+            member(
+                number, **{**RUNNING, "sessions": 4, "tokens_per_second": 21.7, "waiting": 2 * number, "step_ms": 118}
+            )
+            for number in (1, 2, 3)
+        ),
+        speculation=replace(DRAFTING, draft="", no_draft="no draft model is known for Qwen2.5-Coder-1.5B-Instruct"),
+        history=HISTORY,
+        tokens_per_second=21.7,
+        queued=3,
+    ),
     "copies": snapshot(
         plan=rings(*(ring(1, 28) for _ in range(16)), note="16 rings: each of 16 PCs holds the model"),
         members=tuple(member(number, **RUNNING) for number in range(1, 17)),

@@ -15,7 +15,7 @@ from prompt_toolkit.data_structures import Size
 from prompt_toolkit.input import PipeInput, create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
-from swarm.coordinator.requests import FinishReason
+from swarm.coordinator.requests import FinishReason, Generator
 from swarm.protocol.errors import CapacityError
 from swarm.protocol.snapshot import Snapshot
 from swarm.ui import terminal as module
@@ -87,7 +87,7 @@ class Screen:
 
 @asynccontextmanager
 async def running(
-    generator: FakeGenerator, home: Path, picture: Snapshot = READY, output: Output | None = None
+    generator: Generator, home: Path, picture: Snapshot = READY, output: Output | None = None
 ) -> AsyncIterator[Screen]:
     """Ends it in any case; to prove that it ends by itself wait for `left`."""
     with create_pipe_input() as keys, create_app_session(input=keys, output=output or Output()) as session:
