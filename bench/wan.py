@@ -2,8 +2,9 @@
 
 Real nodes (`bench.ring`), a core each, their links through a proxy that delays. Three stages need three cores and are
 simulated; the prediction for two stands beside the measurement. Both take stage and draft times from
-`bench/results/costs.json` (`python -m bench.costs`) and the acceptance from the measurement itself. Each round has
-prompts of its own, the same for all ways and delays.
+`bench/results/costs.json` (`python -m bench.costs`), and two numbers from the measurement itself: how often a draft is
+right, and how fast the cores were that day, which plain decoding over the fastest link tells. Each round has prompts of
+its own, the same for all ways and delays.
 
 ``python -m bench.wan [--delay MS]... [--rounds N] [--tokens N] [--plot FILE] [--quick]``
 """
@@ -43,9 +44,11 @@ Key = tuple[int, str, int]
 class Measured:
     rates: list[float] = field(default_factory=list)
     """Tokens per second of all users, of each round."""
-    drafted: int = 0
     accepted: int = 0
-    answers: set[tuple[tuple[int, ...], ...]] = field(default_factory=set)
+    rejected: int = 0
+    """Drafts that were held against the target; what followed a rejected one was not."""
+    answers: list[tuple[int, ...]] = field(default_factory=list)
+    """The first user's, of each round."""
 
     @property
     def rate(self) -> float:
@@ -53,8 +56,9 @@ class Measured:
 
     def add(self, streams: Sequence[Stream]) -> None:
         self.rates.append(together(streams))
-        self.drafted += sum(stream.use.drafted for stream in streams)
+        self.answers.append(streams[0].tokens)
         self.accepted += sum(stream.use.accepted for stream in streams)
+        self.rejected += sum(stream.use.rejected for stream in streams)
 
 
 def main() -> None:
@@ -76,7 +80,8 @@ def main() -> None:
     settings = {"rounds": rounds, "tokens": tokens, "delays_ms": delays, "first": arguments.first}
     if not quick:
         acceptance = figures["acceptance"] = accepted(found)
-        predicted = {stages: predict(stages, acceptance, delays) for stages in (2, 3)}
+        slowness = figures["slowness"] = slower(found)
+        predicted = {stages: predict(stages, acceptance, slowness, delays) for stages in (2, 3)}
         figures |= beside(found, predicted)
         settings["three_stages"] = "simulated"
         if arguments.plot:
@@ -108,19 +113,27 @@ async def ask(ring: BenchRing, way: str, users: int, turn: int, tokens: int, fir
 
 
 def accepted(found: Mapping[Key, Measured]) -> float:
-    """Share of the drafted tokens that were accepted where one window is sent at a time."""
-    single = [one for (_, way, _), one in found.items() if way == "one window"]
-    return sum(one.accepted for one in single) / max(1, sum(one.drafted for one in single))
+    """The chance that a draft is right where those before it are."""
+    right = sum(one.accepted for one in found.values())
+    return right / max(1, right + sum(one.rejected for one in found.values()))
 
 
-def predict(stages: int, acceptance: float, delays: Sequence[int]) -> dict[Key, float]:
+def slower(found: Mapping[Key, Measured]) -> float:
+    """Seconds of computing a token on the two nodes, over those of the table of costs."""
+    delay = min(delay for delay, _, _ in found)
+    links = Links(delay / 1000, HOP_S)
+    table = simulate(costs.stage_costs(costs.kept(), 2), 1, PLAIN, links, None)
+    on_links_s = 2 * (links.delay_s + links.message_s)
+    return (1 / found[delay, "plain", 1].rate - on_links_s) / (1 / table.rate - on_links_s)
+
+
+def predict(stages: int, acceptance: float, slowness: float, delays: Sequence[int]) -> dict[Key, float]:
     """What the simulator says for the same, in tokens per second."""
     measured = costs.kept()
-    draft = forgetful(costs.draft_costs(measured), acceptance)
+    draft = forgetful(costs.draft_costs(measured).times(slowness), acceptance)
+    table = [one.times(slowness) for one in costs.stage_costs(measured, stages)]
     return {
-        (delay, way, users): simulate(
-            costs.stage_costs(measured, stages), users, WAYS[way], Links(delay / 1000, HOP_S), draft
-        ).rate
+        (delay, way, users): simulate(table, users, WAYS[way], Links(delay / 1000, HOP_S), draft).rate
         for delay in delays
         for way, users in CASES
     }
@@ -136,6 +149,7 @@ def compare(found: Mapping[Key, Measured]) -> dict[str, float]:
     farthest = max(delay for delay, _, _ in found)
     full, plain = found[farthest, "windows in flight", 2], found[farthest, "plain", 1]
     figures[f"wan{farthest}"] = full.rate / plain.rate
+    figures["wan_identical"] = statistics.mean(one.answers == plain.answers for one in found.values())
     return figures
 
 

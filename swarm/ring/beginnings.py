@@ -15,7 +15,8 @@ from swarm.protocol.ids import SessionId
 from swarm.protocol.messages import RowKind, Segment
 
 WORTH = 32
-"""Rows. Fewer are not waited for: about a step's time, and every chat template makes some equal."""
+"""Rows that a session computes and another one shares. For fewer nobody waits: they take about a step, and every chat
+template makes some equal."""
 
 STALLED_S = 2.0
 """A prompt of which nothing came or ran for so long is not waited for."""
@@ -25,8 +26,10 @@ STALLED_S = 2.0
 class _Beginning:
     tokens: tuple[int, ...] = ()
     """The first ids of a prompt, `limits.MAX_SEGMENT_ROWS` at most."""
+    held: int = 0
+    """How many of them were in the cache before."""
     done: int = 0
-    """How many of them are in the cache."""
+    """How many are by now."""
     moved: float = 0.0
     """When something came or ran last, seconds."""
 
@@ -39,7 +42,7 @@ class Beginnings:
 
     def asked(self, session: SessionId, tokens: tuple[int, ...], held: int, now: float) -> None:
         """Rows of `tokens` behind the first `held`, which the cache has, will come."""
-        self._known[session] = _Beginning(tokens, held, now)
+        self._known[session] = _Beginning(tokens, held, held, now)
 
     def delivered(self, segment: Segment, now: float) -> None:
         """Rows have come, and wait to be run."""
@@ -50,7 +53,7 @@ class Beginnings:
         end = segment.start + len(segment.tokens)
         if one.tokens[segment.start : end] != segment.tokens:
             one.tokens = (one.tokens[: segment.start] + segment.tokens)[: limits.MAX_SEGMENT_ROWS]
-        one.done, one.moved = min(one.done, segment.start), now
+        one.held, one.done, one.moved = min(one.held, segment.start), min(one.done, segment.start), now
 
     def ran(self, segment: Segment, now: float) -> None:
         one = self._known.get(segment.session)
@@ -65,7 +68,7 @@ class Beginnings:
         waits = [
             one.moved + STALLED_S
             for one in self._known.values()
-            if (end := one.done + WORTH) <= len(one.tokens) and tokens[:end] == one.tokens[:end]
+            if (end := max(one.held + WORTH, one.done + 1)) <= len(one.tokens) and tokens[:end] == one.tokens[:end]
         ]
         return max((until for until in waits if now < until), default=None)
 

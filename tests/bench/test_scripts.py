@@ -63,6 +63,14 @@ def test_rewind() -> None:
 
 @pytest.mark.model
 @pytest.mark.slow
+def test_prefix() -> None:
+    figures = run_quickly("bench.prefix", "--model", "smollm2")
+    assert figures["prefix_identical"] == 1.0
+    assert {"prefix_ttft", "prefix_together"} <= figures.keys()
+
+
+@pytest.mark.model
+@pytest.mark.slow
 def test_beam_idx() -> None:
     figures = run_quickly("bench.beam_idx")
     assert (figures["fused_with"], figures["fused_without"]) == (30, 0)

@@ -22,6 +22,11 @@ def rows(session: int, tokens: tuple[int, ...], start: int = 0, kind: RowKind = 
     return replace(segment(session), start=start, tokens=tokens, kind=kind)
 
 
+def equal(some: tuple[int, ...], others: tuple[int, ...]) -> int:
+    """Length of their common beginning."""
+    return next((n for n, (a, b) in enumerate(zip(some, others, strict=False)) if a != b), min(len(some), len(others)))
+
+
 class Waiting(RuleBasedStateMachine):
     """Nobody waits for rows that are there, are other ones, or do not come; all others wait, and not for ever."""
 
@@ -29,32 +34,32 @@ class Waiting(RuleBasedStateMachine):
         super().__init__()
         self.beginnings = Beginnings()
         self.now = 0.0
-        self.known: dict[int, tuple[tuple[int, ...], int, float]] = {}
-        """Ids, how many of them were run, when something happened last."""
+        self.known: dict[int, tuple[tuple[int, ...], int, int, float]] = {}
+        """Ids, how many of them were there before and are by now, when something happened last."""
 
     @rule(session=sessions, prompt=prompts, held=st.integers(0, 100))
     def ask(self, session: int, prompt: tuple[int, ...], held: int) -> None:
         self.beginnings.asked(segment(session).session, prompt, held, self.now)
-        self.known[session] = prompt, held, self.now
+        self.known[session] = prompt, held, held, self.now
 
     @rule(session=sessions, prompt=prompts, count=st.integers(2, 60))
     def come(self, session: int, prompt: tuple[int, ...], count: int) -> None:
         """The next rows; where the session asked for a prompt, of that one."""
-        prompt, done, _ = self.known.get(session, (prompt, 0, 0.0))
+        prompt, held, done, _ = self.known.get(session, (prompt, 0, 0, 0.0))
         chunk = prompt[done : done + count]
         if not chunk or (session not in self.known and done):
             return
         self.beginnings.delivered(rows(session, chunk, done), self.now)
         ids = prompt if session in self.known else chunk
-        self.known[session] = ids, done, self.now
+        self.known[session] = ids, held, done, self.now
 
     @rule(session=sessions, count=st.integers(2, 60))
     def run(self, session: int, count: int) -> None:
         if session in self.known:
-            ids, done, _ = self.known[session]
+            ids, held, done, _ = self.known[session]
             chunk = ids[done : done + count]
             self.beginnings.ran(rows(session, chunk, done), self.now)
-            self.known[session] = ids, done + len(chunk), self.now
+            self.known[session] = ids, held, done + len(chunk), self.now
 
     @rule(session=sessions, decoding=st.booleans())
     def end(self, session: int, decoding: bool) -> None:
@@ -74,8 +79,8 @@ class Waiting(RuleBasedStateMachine):
         for prompt in PROMPTS:
             ends = [
                 moved + STALLED_S
-                for ids, done, moved in self.known.values()
-                if len(ids) >= done + WORTH and ids[: done + WORTH] == prompt[: done + WORTH]
+                for ids, held, done, moved in self.known.values()
+                if done < (common := equal(ids, prompt)) and common - held >= WORTH
             ]
             expected = max((end for end in ends if end > self.now), default=None)
             assert self.beginnings.awaited(prompt, self.now) == expected
@@ -92,6 +97,8 @@ def test_rows_are_put_together_as_they_come() -> None:
     assert found.awaited(prompt, 0.0) is None, "what came was run"
     found.delivered(rows(1, prompt[40:], 40), 1.0)
     assert found.awaited(prompt, 1.0) == 1.0 + STALLED_S
+    assert found.awaited(PROMPTS[1], 1.0) == 1.0 + STALLED_S, "to the last row that is shared"
+    found.ran(rows(1, prompt[40:60], 40), 1.0)
     assert found.awaited(PROMPTS[1], 1.0) is None, "it goes on otherwise"
 
 
