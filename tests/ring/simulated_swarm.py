@@ -415,9 +415,8 @@ class World:
         assert known == plan, f"two plans with epoch {plan.epoch}"
         for ring in map(plan.ring, range(len(plan.rings))):
             for stage in ring.stages:
-                assert self.rings.setdefault((ring.epoch, stage.node), ring.stages) == ring.stages, (
-                    "two rings, one epoch"
-                )
+                before = self.rings.setdefault((ring.epoch, stage.node), ring.stages)
+                assert before == ring.stages, f"two rings of {stage.name} with epoch {ring.epoch}"
 
     @property
     def living(self) -> list[Node]:
