@@ -53,7 +53,7 @@ class Adoptions:
         finally:
             del self._open[session]
         # A new plan has empty caches. A peer may say anything.
-        return question.positions if self._ring.plan.epoch == plan.epoch and question.positions <= len(first) else 0
+        return question.positions if self._ring.plan.has_ring(plan) and question.positions <= len(first) else 0
 
     def plan_changed(self) -> None:
         """The stages that were asked are gone with their caches."""

@@ -293,15 +293,15 @@ class Coordinator:
         return Session(name, self._ring.node, self._place(), settings.session, self._counters, settings.speculation)
 
     def _place(self) -> Plan:
-        """The plan's ring for one more session; it stays there while the epoch lasts."""
+        """The plan's ring for one more session; it stays there while the ring lasts."""
         if len(self._plan.rings) < 2:
-            return self._plan
+            return self._plan.ring(0) if self._plan.stages else self._plan
         return self._plan.ring(choose_ring(self._plan, self._ring.node, self._ring_sessions(), self._ring.loads()))
 
     def _ring_sessions(self) -> tuple[int, ...]:
         """Answers being written on each ring of the plan in force."""
-        plans = [turn.plan for turn in self._turns.values() if turn.plan.epoch == self._plan.epoch]
-        rings = Counter(plan.stages[0].node for plan in plans if plan.stages)
+        plans = [turn.plan for turn in self._turns.values()]
+        rings = Counter(plan.stages[0].node for plan in plans if self._plan.has_ring(plan))
         return tuple(rings[stages[0].node] for stages in self._plan.rings)
 
     # --- what the ring tells ----------------------------------------------------------------------------------------
@@ -309,14 +309,15 @@ class Coordinator:
     def plan_changed(self, plan: Plan) -> None:
         if plan.epoch == self._plan.epoch:
             return
-        # The stages' caches went with the old epoch. To rebuild an idle session's would cost more than a prefill.
-        for session in self._idle.clear():
+        # The stages' caches went with their ring. To rebuild an idle session's would cost more than a prefill.
+        for session in self._idle.keep(plan):
             self._forget_drafts(session.id)
         self._plan = plan
         self._adoptions.plan_changed()
         self._admission.resize(_capacity(plan), self._admission.context, self._clock())
         for turn in self._turns.values():
-            turn.post_plan(self._place())
+            if not plan.has_ring(turn.plan):
+                turn.post_plan(self._place())
         self._notify()
 
     def drawn(self, message: Drawn) -> None:
@@ -327,7 +328,7 @@ class Coordinator:
 
     def refused(self, message: Refused) -> None:
         turn = self._turns.get(message.session)
-        if turn is not None and message.epoch == self._plan.epoch:
+        if turn is not None and message.epoch == turn.plan.epoch:
             # It may be a full KV cache: what is only kept gives way to what is being written.
             self._close_kept(self._idle.shrink(0, turn.plan))
             self._admission.full(self._clock())
@@ -343,9 +344,11 @@ class Coordinator:
             return
         self._counters.stale += 1
         ours = message.session.startswith(f"{self._ring.node[:8]}-")
-        if ours and message.epoch == self._plan.epoch and not self._idle.holds(message.session):
+        rings = [self._plan.ring(index) for index in range(len(self._plan.rings))]
+        if ours and not self._idle.holds(message.session):
             # It was closed with a segment under way, which a stage has taken for a new beginning.
-            self.close_session(message.session, _nodes(self._plan))
+            for ring in (ring for ring in rings if ring.epoch == message.epoch):
+                self.close_session(message.session, _nodes(ring))
 
     # --- what turns tell --------------------------------------------------------------------------------------------
 
@@ -375,7 +378,7 @@ class Coordinator:
         session = turn.session
         del self._turns[session.id]
         self._speculation += session.speculation
-        if session.state is State.IDLE and len(session.log) and session.plan.epoch == self._plan.epoch:
+        if session.state is State.IDLE and len(session.log) and self._plan.has_ring(session.plan):
             self._close_kept(self._idle.put(session, self._clock()))
             if self._plan.kv_tokens:
                 self._close_kept(self._idle.shrink(int(self._plan.kv_tokens * self._limits.idle.share), session.plan))

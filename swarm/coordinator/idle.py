@@ -82,6 +82,12 @@ class IdlePool:
     def next_expiry(self) -> float | None:
         return self._kept[0][0] + self._limits.seconds if self._kept else None
 
+    def keep(self, plan: Plan) -> list[Session]:
+        """Let go of those whose ring is not in `plan` any more; their caches went with it."""
+        lost = [session for _, session in self._kept if not plan.has_ring(session.plan)]
+        self._kept = [entry for entry in self._kept if plan.has_ring(entry[1].plan)]
+        return lost
+
     def clear(self) -> list[Session]:
         kept, self._kept = self._kept, []
         return [session for _, session in kept]

@@ -190,7 +190,8 @@ class Session:
         return self._start(now)
 
     def _plan_changed(self, plan: Plan, now: float) -> list[Effect]:
-        same, self.plan = plan.epoch == self.plan.epoch, plan
+        same = (plan.epoch, plan.stages) == (self.plan.epoch, self.plan.stages)
+        self.plan = plan
         if same:
             return []
         if self._turn is None:

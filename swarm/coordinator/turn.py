@@ -195,8 +195,7 @@ class Turn:
 
     async def _send_segment(self, effect: SendSegment) -> list[Effect]:
         segment = effect.segment
-        outdated = self._new_plan is not None and self._new_plan.epoch != segment.epoch
-        if outdated or segment.attempt != self.session.attempt:
+        if self._new_plan is not None or segment.attempt != self.session.attempt:
             return []
         try:
             await self._owner.send(effect.to, segment)

@@ -47,6 +47,8 @@ class Plan:
     """`predicted_token_ms` of each ring; empty where nobody predicted."""
     engine: str = PAGED
     """What every stage runs, one of `config.ENGINES`: their last bits differ, so that a ring has one of them."""
+    ring_epochs: tuple[Epoch, ...] = ()
+    """Since when each ring has been as it is, which is what its segments carry; empty: all since `epoch`."""
 
     @property
     def rings(self) -> tuple[tuple[Stage, ...], ...]:
@@ -55,10 +57,23 @@ class Plan:
         return tuple(self.stages[a:b] for a, b in pairwise([*starts, len(self.stages)]))
 
     def ring(self, index: int) -> Plan:
-        """This plan with one of its rings only: what a session on that ring sees."""
+        """This plan with one of its rings only, under that ring's epoch: what its stages and sessions see."""
         token_ms = self.ring_token_ms[index : index + 1]
         predicted = token_ms[0] if token_ms else self.predicted_token_ms
-        return replace(self, stages=self.rings[index], predicted_token_ms=predicted, ring_token_ms=token_ms)
+        epoch = self.ring_epochs[index] if self.ring_epochs else self.epoch
+        return replace(
+            self,
+            epoch=epoch,
+            stages=self.rings[index],
+            predicted_token_ms=predicted,
+            ring_token_ms=token_ms,
+            ring_epochs=(),
+        )
+
+    def has_ring(self, ring: Plan) -> bool:
+        """Whether this plan has the one ring of `ring` as it was: its caches are still there."""
+        epochs = self.ring_epochs or (self.epoch,) * len(self.rings)
+        return (ring.epoch, ring.stages) in zip(epochs, self.rings, strict=True)
 
     def ring_of(self, node: NodeId) -> int | None:
         """The index of the ring that `node` is in."""

@@ -41,6 +41,10 @@ class Basis:
             {m.node: m.incarnation for m in standing},
         )
 
+    def renewed(self, later: Basis) -> set[NodeId]:
+        """Who is another process in `later`, or not there."""
+        return {node for node, number in self.incarnations.items() if later.incarnations.get(node) != number}
+
     def differs(self, old: Basis) -> bool:
         """By more than noise."""
         before = {offer.node: offer for offer in old.offers}

@@ -47,7 +47,7 @@ from swarm.ring.events import (
 )
 from swarm.ring.exclusion import Exclusions
 from swarm.ring.fit import ModelShape
-from swarm.ring.plan import check_plan, make_plan
+from swarm.ring.plan import check_plan, keep_rings, make_plan
 
 LOOK_AROUND_S = 3.0
 """A node that starts listens this long before it acts: mDNS answers in 1.2 s, and a node that found its swarm late
@@ -270,6 +270,8 @@ class Forming:
         if not plan.stages and self._would_fit(shape, epoch):
             # Not memory is missing but the PCs that are left out for now.
             plan = replace(plan, missing_bytes=0, note=f"no ring for now, {self._remark(now)}")
+        if not self._forced:
+            plan = keep_rings(plan, self._plan, self._basis.renewed(basis) if self._basis else ())
         if must or worthwhile(plan, current, basis, shape):
             self._propose(plan, basis, now)
         elif proposal:

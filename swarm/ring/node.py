@@ -200,7 +200,7 @@ class RingNode:
             self._tell_forming(ev.Tick())
             worker = self._stage.worker
             if worker is not None and worker.broken:
-                self._tell_forming(ev.LocalStageBroken(worker.plan.epoch, worker.broken))
+                self._tell_forming(ev.LocalStageBroken(self._plan.epoch, worker.broken))
             self._reporter.stage(self.plan, worker, self._membership.round_trip_ms)
             await anyio.sleep(TICK_S)
 

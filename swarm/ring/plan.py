@@ -13,14 +13,14 @@ case, so shorter rings must be `CLEARLY_BETTER`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from math import fsum
 
 from swarm.protocol import limits
 from swarm.protocol.config import ENGINES, PAGED
 from swarm.protocol.errors import ProtocolError
-from swarm.protocol.ids import Epoch
+from swarm.protocol.ids import Epoch, NodeId
 from swarm.protocol.plan import Plan, Stage
 from swarm.ring.fit import Load, ModelShape, shortfall
 from swarm.ring.split import TIE, Offer, Prediction, Problem, Ring, best_ring, forecast, quantized_speeds
@@ -178,6 +178,8 @@ def check_plan(plan: Plan) -> None:
         problem = f"ranges {[(stage.start, stage.end) for stage in stages]}"[:200]
     elif plan.ring_token_ms and len(plan.ring_token_ms) != len(plan.rings):
         problem = f"{len(plan.ring_token_ms)} times for {len(plan.rings)} rings"
+    elif plan.ring_epochs and (len(plan.ring_epochs) != len(plan.rings) or max(plan.ring_epochs) > plan.epoch):
+        problem = f"{len(plan.ring_epochs)} epochs for {len(plan.rings)} rings, or one of the future"
     elif stages and plan.model is None:
         problem = "stages of no model"
     elif min(plan.kv_tokens, plan.missing_bytes, *plan.ring_token_ms) < 0:
@@ -186,6 +188,20 @@ def check_plan(plan: Plan) -> None:
         problem = f"engine {plan.engine[:20]!r}"
     if problem:
         raise ProtocolError("bad plan", expected="rings that cover every layer once", found=problem)
+
+
+def keep_rings(plan: Plan, before: Plan, gone: Collection[NodeId] = ()) -> Plan:
+    """`plan`; rings that it has just as `before`, the plan in force, keep their epochs, and their sessions go on.
+
+    What a node in `gone` held is lost, though it is in both.
+    """
+    if (plan.model, plan.engine, plan.kv_tokens) != (before.model, before.engine, before.kv_tokens):
+        return plan
+    parts = [before.ring(index) for index in range(len(before.rings))]
+    since = {part.stages: part.epoch for part in parts if not any(stage.node in gone for stage in part.stages)}
+    if not since.keys() & set(plan.rings):
+        return plan
+    return replace(plan, ring_epochs=tuple(since.get(stages, plan.epoch) for stages in plan.rings))
 
 
 def _starts(stages: Sequence[Stage]) -> list[int]:

@@ -14,7 +14,7 @@ class RingListener(Protocol):
     """Called by the ring from the event loop; must return at once."""
 
     def plan_changed(self, plan: Plan) -> None:
-        """A new plan is in force. Caches of older epochs are gone: sessions replay their token log."""
+        """A new plan is in force. Caches of rings that it has not are gone: their sessions replay their token log."""
 
     def drawn(self, message: Drawn) -> None:
         """The last stage drew tokens for one of our sessions."""

@@ -193,8 +193,13 @@ class StageHost:
             await self.stop_serving()
 
     async def activate(self, plan: Plan, group: TaskGroup) -> None:
-        """Cut over to our stage of `plan`; the worker runs in `group`. Raises `ModelError` where it is not prepared."""
+        """Cut over to our stage of `plan`; the worker runs in `group`, and goes on where its ring is the same.
+
+        Raises `ModelError` where it is not prepared.
+        """
         stage, ring = plan.stage_of(self.node), plan.ring_of(self.node)
+        if self.worker is not None and not self.worker.broken and plan.has_ring(self.worker.plan):
+            return
         await self._stop_worker()
         if stage is None or ring is None:
             raise ModelError("a plan without a stage for this node", found=f"epoch {plan.epoch}")

@@ -91,6 +91,9 @@ async def test_as_json(tmp_path: Path) -> None:
     assert found["model"] == "org/qwen"
     assert found["finish_reason"] == "stop"
     assert (found["usage"]["prompt_tokens"], found["usage"]["completion_tokens"]) == (7, 3)
+    told = found["usage"]["speculation"]
+    assert (told["drafted"], told["accepted"], told["rejected"], told["wasted_rows"]) == (12, 9, 2, 5)
+    assert (told["k"], told["depth"], told["gain"]) == (3.0, 1.5, 1.5)
 
 
 async def test_it_waits_for_the_ring_and_says_what_for(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ class FakePort:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.node = NODE
-        self._make_stages()
+        self._make_stages(plan)
         self.sent: list[Segment] = []
         self.closed: set[tuple[NodeId, str]] = set()
         self.listener: RingListener | None = None
@@ -70,9 +70,13 @@ class FakePort:
     def loads(self) -> tuple[RingLoad, ...]:
         return self.elsewhere or (RingLoad(),) * len(self.plan.rings)
 
-    def _make_stages(self) -> None:
-        """Those of each ring, by the node of its first; `stages` are the first ring's."""
-        self.by_first = {stages[0].node: FakeStages(self.plan.epoch) for stages in self.plan.rings}
+    def _make_stages(self, before: Plan) -> None:
+        """Those of each ring, by the node of its first; `stages` are the first ring's. A ring of `before` stays."""
+        kept = getattr(self, "by_first", {})
+        self.by_first: dict[NodeId, FakeStages] = {}
+        for ring in map(self.plan.ring, range(len(self.plan.rings))):
+            first = ring.stages[0].node
+            self.by_first[first] = kept[first] if kept and before.has_ring(ring) else FakeStages(ring.epoch)
         self.stages = next(iter(self.by_first.values()), FakeStages(self.plan.epoch))
 
     async def send(self, to: NodeId, message: Message) -> None:
@@ -112,8 +116,8 @@ class FakePort:
         self._running.set()
 
     def change_plan(self, plan: Plan) -> None:
-        self.plan = plan
-        self._make_stages()
+        before, self.plan = self.plan, plan
+        self._make_stages(before)
         assert self.listener is not None
         self.listener.plan_changed(plan)
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import anyio
 import pytest
 
 from swarm.coordinator.coordinator import CoordinatorLimits
 from swarm.coordinator.idle import IdleLimits
+from swarm.protocol.ids import Epoch
 from swarm.ring.port import RingLoad
-from tests.coordinator.fake_stages import make_plan
+from tests.coordinator.fake_stages import NODE, make_plan
 from tests.coordinator.house import House, ask, collect, expected, house, until, until_blocked
 
 pytestmark = pytest.mark.anyio
@@ -89,6 +92,38 @@ async def test_a_new_plan_places_running_sessions_anew() -> None:
             assert h.coordinator.stats().ring_sessions == (2, 2)
         assert [answers[number] for number in range(4)] == [expected(request, 30) for request in requests]
         assert served(h) == [2, 2]
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+async def test_the_sessions_of_a_ring_that_stays_notice_nothing(lost: int) -> None:
+    """Those of the ring that goes are replayed on it, though both had one epoch."""
+    before = make_plan(1, 2, rings=2)
+    stays = before.rings[1 - lost]
+    after = replace(make_plan(2, 2), stages=stays, ring_epochs=(before.epoch,))
+    async with house(before) as h:
+        requests = [ask(f"question {number}", max_tokens=30) for number in range(4)]
+        answers: dict[int, str] = {}
+
+        async def answer(number: int) -> None:
+            answers[number] = (await collect(h.coordinator, requests[number]))[0]
+
+        async with anyio.create_task_group() as tasks:
+            for number in range(4):
+                tasks.start_soon(answer, number)
+            await until(lambda: len(h.ring.sent) > 20)
+            h.ring.hold()
+            await until_blocked()
+            assert h.coordinator.stats().ring_sessions == (2, 2)
+            h.ring.change_plan(after)
+            h.ring.go_on()
+            assert h.coordinator.stats().ring_sessions == (4,)
+        assert [answers[number] for number in range(4)] == [expected(request, 30) for request in requests]
+        assert (h.coordinator.stats().replays, h.coordinator.stats().mismatches) == (2, 0)
+        assert h.coordinator.stats().idle == 4
+        h.ring.change_plan(replace(after, epoch=Epoch(3, NODE)))
+        assert h.coordinator.stats().idle == 4
+        h.ring.change_plan(make_plan(4, 1))
+        assert h.coordinator.stats().idle == 0
 
 
 async def test_a_session_that_ends_is_closed_on_its_ring_alone() -> None:

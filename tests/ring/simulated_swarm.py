@@ -22,7 +22,7 @@ from swarm.protocol.messages import (
     Prepared,
     PrepareFailed,
 )
-from swarm.protocol.plan import Plan
+from swarm.protocol.plan import Plan, Stage
 from swarm.ring import events as ev
 from swarm.ring.basis import Basis
 from swarm.ring.fit import ModelShape
@@ -256,6 +256,8 @@ class World:
         self.prepare_failures = 0.0
         self.slowest_prepare_s = 3.0
         self.plans: dict[Epoch, Plan] = {}
+        self.rings: dict[tuple[Epoch, NodeId], tuple[Stage, ...]] = {}
+        """What a ring's epoch says to each of its nodes."""
         self._heap: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
         self._count = 0
 
@@ -411,6 +413,10 @@ class World:
     def same_epoch_same_plan(self, plan: Plan) -> None:
         known = self.plans.setdefault(plan.epoch, plan)
         assert known == plan, f"two plans with epoch {plan.epoch}"
+        for ring in map(plan.ring, range(len(plan.rings))):
+            for stage in ring.stages:
+                before = self.rings.setdefault((ring.epoch, stage.node), ring.stages)
+                assert before == ring.stages, f"two rings of {stage.name} with epoch {ring.epoch}"
 
     @property
     def living(self) -> list[Node]:

@@ -255,6 +255,31 @@ async def test_two_rings_answer_alike(tmp_path: Path, ir: Path, monkeypatch: pyt
         assert await one.answer() == await three.answer() == answer
 
 
+async def test_a_loss_in_one_ring_is_not_noticed_in_another(tmp_path: Path, ir: Path) -> None:
+    async with open_office(tmp_path, ir) as office:
+        one = await office.start("one", ir)
+        await one.until_spread_over(one)
+        two, three = await office.start("two"), await office.start("three", speed=0.55e5)
+        for pc in (one, two, three):
+            before = await pc.until_spread_over(one, two, three)
+        assert [{stage.name for stage in stages} for stages in before.rings] == [{"one", "two"}, {"three"}]
+        undisturbed = await one.answer(300)
+        one.coordinator._idle.clear()
+        written: list[int] = []
+
+        async def long_answer() -> None:
+            written.extend(await one.answer(300))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(long_answer)
+            await one.until(lambda: one.coordinator.stats().ring_sessions == (1, 0), "an answer on the first ring")
+            await three.crash()
+            after = await one.until_spread_over(one, two)
+        assert after.has_ring(before.ring(0))
+        assert written == undisturbed
+        assert one.coordinator.stats().replays == 0
+
+
 async def test_a_node_that_comes_back_is_the_same(tmp_path: Path, ir: Path) -> None:
     async with open_office(tmp_path, ir) as office:
         one = await office.start("one", ir)

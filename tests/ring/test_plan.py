@@ -17,7 +17,7 @@ from swarm.protocol.errors import ProtocolError
 from swarm.protocol.ids import BlobId, Epoch, NodeId
 from swarm.protocol.plan import NO_PLAN, Plan, Stage
 from swarm.ring.fit import Load, ModelShape
-from swarm.ring.plan import MAX_EPOCH_NUMBER, MAX_RINGS, RING_SLOWDOWN, check_plan, make_plan, predict, rate
+from swarm.ring.plan import MAX_EPOCH_NUMBER, MAX_RINGS, RING_SLOWDOWN, check_plan, keep_rings, make_plan, predict, rate
 from swarm.ring.split import (
     HOP_OVERHEAD_MS,
     MAX_SLOWDOWN,
@@ -630,6 +630,8 @@ def stage(number: int, start: int, end: int) -> Stage:
         (Plan(EPOCH, MANIFEST, (stage(1, 0, 5),), ring_token_ms=(1.0, 2.0)), "2 times for 1 rings"),
         (Plan(EPOCH, MANIFEST, (stage(1, 0, 5),), ring_token_ms=(-1.0,)), "negative"),
         (Plan(EPOCH, MANIFEST, (), kv_tokens=-1), "negative"),
+        (Plan(EPOCH, MANIFEST, (stage(1, 0, 5),), ring_epochs=(EPOCH, EPOCH)), "2 epochs for 1 rings"),
+        (Plan(EPOCH, MANIFEST, (stage(1, 0, 5),), ring_epochs=(Epoch(2, node(1)),)), "future"),
     ],
 )
 def test_plans_no_honest_proposer_makes_are_refused(plan: Plan, found: str) -> None:
@@ -642,6 +644,24 @@ def test_plans_an_honest_proposer_makes_are_not() -> None:
     check_plan(make_plan(model(), [offer(1), offer(2)], EPOCH))
     check_plan(make_plan(model(), [], EPOCH))
     check_plan(Plan(EPOCH, MANIFEST, (stage(1, 0, 5), stage(2, 5, 9), stage(3, 0, 9), stage(4, 0, 2), stage(5, 2, 9))))
+
+
+def test_a_ring_that_stays_as_it_is_keeps_its_epoch() -> None:
+    long, short, other = (stage(1, 0, 5), stage(2, 5, 9)), (stage(3, 0, 9),), (stage(4, 0, 9),)
+    second, third = Epoch(2, node(1)), Epoch(3, node(2))
+    first = Plan(EPOCH, MANIFEST, long + short)
+    then = keep_rings(Plan(second, MANIFEST, long + other), first)
+    assert then.ring_epochs == (EPOCH, second)
+    assert [then.has_ring(first.ring(ring)) for ring in range(2)] == [True, False]
+    at_last = keep_rings(Plan(third, MANIFEST, other + short + long), then)
+    assert at_last.ring_epochs == (second, third, EPOCH), "what was not in the plan before is new"
+    for plan in (then, at_last):
+        check_plan(plan)
+    lost = keep_rings(Plan(third, MANIFEST, long + other), then, {node(2)})
+    assert lost.ring_epochs == (third, second), "a process of it began anew"
+    for changed in ({"kv_tokens": 9}, {"model": BlobId("b" * 64)}, {"engine": STATEFUL}):
+        assert not keep_rings(replace(then, epoch=third, ring_epochs=(), **changed), then).ring_epochs
+    assert not keep_rings(Plan(third, MANIFEST, (stage(1, 0, 4), stage(2, 4, 9))), then).ring_epochs
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -28,6 +28,7 @@ from swarm.protocol.sampling import GREEDY
 from swarm.ring import stage as stage_module
 from swarm.ring.blob_client import BlobSource
 from swarm.ring.cutover import Cutover
+from swarm.ring.plan import keep_rings
 from swarm.ring.stage import StageHost
 from swarm.ring.transfer import FetchSummary, TransferProgress
 
@@ -228,6 +229,20 @@ async def test_the_same_layers_under_a_new_epoch_keep_their_engine(
         assert host.worker is not None
         assert host.worker.plan.epoch.number == number
     assert len(bench.built) == 1
+
+
+async def test_a_ring_that_stays_serves_on_with_its_caches(bench: Bench, host: StageHost, tasks: TaskGroup) -> None:
+    await host.prepare(plan(1), MANIFEST, [])
+    await host.activate(plan(1), tasks)
+    worker = host.worker
+    assert worker is not None
+    same = keep_rings(plan(2), plan(1))
+    await host.prepare(same, MANIFEST, [])
+    await host.activate(same, tasks)
+    assert host.worker is worker
+    worker.broken = "out of memory"
+    await host.activate(keep_rings(plan(3), same), tasks)
+    assert host.worker is not worker, "a device that fails is tried anew"
 
 
 @pytest.mark.parametrize(
