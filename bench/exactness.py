@@ -201,17 +201,17 @@ class Plain:
 
 def smollm2(tokens: int) -> Subject:
     """With n-gram drafts."""
-    return Subject(_engines_of(models.smollm2()), _prompts(models.smollm2()), tokens)
+    return Subject(engines_of(models.smollm2()), _prompts(models.smollm2()), tokens)
 
 
 def qwen(tokens: int) -> Subject:
     """The 1.5B target with its 0.5B draft."""
-    (draft,) = _engines_of(models.draft_int4())(PAGED, 1, AT_ONCE * 640)
+    (draft,) = engines_of(models.draft_int4())(PAGED, 1, AT_ONCE * 640)
     ir = models.qwen_int4()
-    return Subject(_engines_of(ir), _prompts(ir), tokens, Draft(lambda: draft, DRAFT_COSTS))
+    return Subject(engines_of(ir), _prompts(ir), tokens, Draft(lambda: draft, DRAFT_COSTS))
 
 
-def _engines_of(ir: Path) -> Callable[[str, int, int], Sequence[ExactEngine]]:
+def engines_of(ir: Path) -> Callable[[str, int, int], Sequence[ExactEngine]]:
     def engines(kind: str, stages: int, kv_tokens: int) -> Sequence[ExactEngine]:
         found = []
         for index in range(stages):

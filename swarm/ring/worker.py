@@ -109,6 +109,11 @@ class StageWorker:
     def plan(self) -> Plan:
         return self._plan
 
+    @property
+    def sessions(self) -> Set[SessionId]:
+        """Those for which the stage holds something."""
+        return self._owners.keys()
+
     def stats(self) -> WorkerStats:
         """Since the last call of this."""
         now = time.monotonic()
@@ -395,6 +400,14 @@ class StageWorker:
             self._engine.close_session(session)
             self._ran.pop(session, None)
         self._closing.clear()
+
+    def validate_state(self) -> None:
+        """Assert the invariants; for tests and debugging."""
+        self._queue.validate_state()
+        assert self._owners.keys() == self._used.keys()
+        assert self._begun.keys() <= self._owners.keys()
+        assert self._ran.keys() <= self._owners.keys() | self._closing
+        assert self._queue.sessions <= self._owners.keys()
 
 
 def _drawn(segment: Segment, output: Output) -> Drawn:
