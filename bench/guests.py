@@ -123,13 +123,14 @@ def other_question(mix: Mix) -> tuple[int, Mix]:
 
 
 def _home(random: Random) -> CoordinatorLimits:
+    k, depth = random.randint(1, MAX_K), random.choice(DEPTHS)
     speculation = random.choice(
         (
             Speculation(enabled=False),
             Speculation(),
-            Speculation(),
-            Speculation(fixed_k=random.randint(1, MAX_K), fixed_depth=random.choice(DEPTHS)),
-            Speculation(fixed_k=random.randint(1, 4), fixed_depth=random.choice(DEPTHS), ngram=False),
+            Speculation(model=False),
+            Speculation(fixed_k=k, fixed_depth=depth, model=False),
+            Speculation(fixed_k=min(k, 4), fixed_depth=depth, ngram=False),
         )
     )
     # Patience: an answer that is pushed out again and again on a busy PC is late, not wrong.

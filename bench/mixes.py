@@ -32,11 +32,12 @@ from bench.ledger import Ledger, Recorded, Row
 from bench.office import MODEL, open_office
 from bench.report import report
 from bench.simulator import Forgetful
+from swarm.coordinator.chunks import MIN_PREFILL_ROWS
 from swarm.coordinator.coordinator import CoordinatorStats
 from swarm.coordinator.draft_model import DraftModel
 from swarm.coordinator.language import LanguageModel, TextCodec
 from swarm.coordinator.requests import FinishReason, SpeculationUsage
-from swarm.coordinator.token_log import TokenLog
+from swarm.coordinator.token_log import TokenLog, common_prefix, prompt_kinds
 from swarm.engine.base import Engine
 from swarm.engine.kinds import ExactEngine
 from swarm.engine.selftest import segment
@@ -229,40 +230,28 @@ def _difference(
     """What was told otherwise than alone; empty where nothing was."""
     if told.error:
         return told.error
-    first = answers.get((told.guest.number, len(told.guest.question)))
-    prompt, difference = subject.prompt(told), ""
-    for log in _logs(subject, first if first is not told else None, told, prompt):
-        expected, histories = alone.answer(log, told.guest)
-        difference = _compare(told, expected)
-        if not difference:
-            unseen = [i for i, one in enumerate(histories[: len(told.tokens)]) if one not in recorded.drawn_from]
-            return f"token {unseen[0]} was drawn behind rows of another kind" if unseen else ""
-    return difference
-
-
-def _logs(subject: Subject, first: Told | None, told: Told, prompt: Sequence[int]) -> Iterator[TokenLog]:
-    """How the rows of a prompt may have been run: all prefilled, or behind the cache of the answer before."""
-    if first is not None and (told.usage is None or told.usage.reused_tokens):
-        log = TokenLog()
-        log.append_prompt(subject.prompt(first))
-        for token in first.tokens:
-            log.confirm(token)
-        log.mark_fed(log.certain)
-        log.truncate(log.reusable(prompt) if told.usage is None else told.usage.reused_tokens)
-        log.append_prompt(prompt[len(log) :])
-        yield log
-    if first is None or told.usage is None or not told.usage.reused_tokens:
-        log = TokenLog()
-        log.append_prompt(prompt)
-        yield log
-
-
-def _compare(told: Told, expected: Sequence[int]) -> str:
+    expected, histories = alone.answer(_log(subject, answers, told), told.guest)
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(told.tokens, expected, strict=False)))
-    whole = not _left(told)
-    if same == len(told.tokens) and (not whole or same == len(expected)):
-        return ""
-    return f"{len(told.tokens)} tokens against {len(expected)} alone, the first {same} equal"
+    if same < len(told.tokens) or (same < len(expected) and not _left(told)):
+        return f"{len(told.tokens)} tokens against {len(expected)} alone, the first {same} equal"
+    if not recorded.drawn_from.issuperset(histories[:same]):
+        return "drawn behind rows that were run in another way"
+    return ""
+
+
+def _log(subject: Subject, answers: dict[tuple[int, int], Told], told: Told) -> TokenLog:
+    """How the prompt's rows are run alone: prefilled, but for an answer of ours that it repeats. That was decoded."""
+    prompt, kinds = subject.prompt(told), b""
+    first = answers[told.guest.number, len(told.guest.question)]
+    if told is not first:
+        before = subject.prompt(first)
+        # The last token of an answer that was full was never run.
+        known = [*before, *first.tokens][: len(before) + len(first.tokens) - (first.finish is FinishReason.LENGTH)]
+        same = common_prefix(known, prompt, min(len(known), len(prompt) - MIN_PREFILL_ROWS))
+        kinds = (prompt_kinds(len(before)) + bytes((RowKind.DECODE,)) * len(first.tokens))[:same]
+    log = TokenLog()
+    log.append_prompt(prompt, kinds)
+    return log
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -298,7 +287,7 @@ def main() -> None:
         seeds = range(2) if arguments.quick else arguments.seeds or SEEDS[model]
         settings = every_setting(seeds, arguments.engine or ENGINES, arguments.stages or STAGES)
         found, courses = [], []
-        for number, (answers, course) in enumerate(run(subject_of(model, 12 if arguments.quick else 48), settings), 1):
+        for number, (answers, course) in enumerate(run(subject_of(model, 12 if arguments.quick else 32), settings), 1):
             found += answers
             courses.append(course)
             _tell(number, len(settings), answers, course)
