@@ -140,15 +140,16 @@ class StageWorker:
         except (CapacityError, SessionError) as error:
             self._refuse(segment, str(error), fatal=isinstance(error, CapacityError))
             return
-        if not self._own(segment.session, segment.coordinator):
-            self._refuse(segment, f"all {limits.MAX_SESSIONS_PER_STAGE} sessions are busy", fatal=False)
-            return
         while len(self._queue) >= limits.MAX_QUEUED_SEGMENTS:
             if self._over:
                 await self._refuse_at_the_end(segment)
                 return
             self._room.clear()
             await self._room.wait()
+        # Not before: a session that was closed meanwhile would be run, and belong to nobody.
+        if not self._own(segment.session, segment.coordinator):
+            self._refuse(segment, f"all {limits.MAX_SESSIONS_PER_STAGE} sessions are busy", fatal=False)
+            return
         now = time.monotonic()
         self._beginnings.delivered(segment, now)
         self._queue.push(segment, now)
