@@ -405,10 +405,12 @@ class StageWorker:
     def validate_state(self) -> None:
         """Assert the invariants; for tests and debugging."""
         self._queue.validate_state()
+        self._beginnings.validate_state()
         assert self._owners.keys() == self._used.keys()
         assert self._begun.keys() <= self._owners.keys()
         assert self._ran.keys() <= self._owners.keys() | self._closing
         assert self._queue.sessions <= self._owners.keys()
+        assert {message.session for message in self._adoptions} <= self._owners.keys()
 
 
 def _drawn(segment: Segment, output: Output) -> Drawn:
