@@ -10,7 +10,7 @@ What must hold: every answer is the one that plain decoding by the whole model g
 told of one broken off is its beginning; all logits behind equal histories are equal (`bench.ledger`); nobody but the
 one with the other question notices; and afterwards nothing is held at any stage.
 
-``python -m bench.mixes [--model smollm2|qwen]… [--engine paged|stateful] [--stages N] [--seeds FIRST:END] [--quick]``.
+``python -m bench.mixes [--model smollm2|qwen]… [--engine paged|stateful] [--stages N…] [--seeds FIRST:END] [--quick]``.
 Exit status 1 where something differs.
 """
 
@@ -26,7 +26,7 @@ from random import Random
 import anyio
 
 from bench import models
-from bench.exactness import ENGINES, STAGES, engines_of
+from bench.exactness import add_parts, engines_of, part_of
 from bench.guests import Guest, Mix, Told, invite, other_question, receive
 from bench.ledger import Ledger, Recorded, Row
 from bench.office import MODEL, open_office
@@ -45,7 +45,8 @@ from swarm.model.tokenizer import Tokenizer
 from swarm.protocol.config import PAGED
 from swarm.protocol.messages import RowKind
 
-SEEDS = {"smollm2": range(24), "qwen": range(4)}
+SEEDS = {"smollm2": range(12), "qwen": range(6)}
+"""SmolLM2 runs each on every ring, the 1.5B on one: the rings take turns."""
 
 LONGEST = 640
 """Positions of a session at most."""
@@ -257,9 +258,16 @@ def _log(subject: Subject, answers: dict[tuple[int, int], Told], told: Told) -> 
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def every_setting(seeds: Iterable[int], engines: Iterable[str], stages: Iterable[int]) -> list[Setting]:
-    found = product(engines, stages, seeds)
-    return [Setting(engine, count, "tight" if seed % 2 else "roomy", seed) for engine, count, seed in found]
+def settings_of(
+    seeds: Iterable[int], engines: Iterable[str], stages: Iterable[int], *, every: bool = True
+) -> list[Setting]:
+    """`every` mix on every ring; otherwise the rings take turns."""
+    rings = list(product(engines, stages))
+    return [
+        Setting(engine, count, "tight" if seed % 2 else "roomy", seed)
+        for number, seed in enumerate(seeds)
+        for engine, count in (rings if every else [rings[number % len(rings)]])
+    ]
 
 
 def subject_of(model: str, tokens: int) -> Subject:
@@ -276,8 +284,7 @@ def subject_of(model: str, tokens: int) -> Subject:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.mixes", description=__doc__)
     parser.add_argument("--model", choices=tuple(SEEDS), action="append", help="default: both")
-    parser.add_argument("--engine", choices=ENGINES, action="append", help="default: both")
-    parser.add_argument("--stages", type=int, choices=STAGES, action="append", help="default: all")
+    add_parts(parser)
     parser.add_argument("--seeds", type=_seeds, help="FIRST:END; default: as many as the model has")
     parser.add_argument("--quick", action="store_true", help="SmolLM2, two seeds, short answers, nothing kept")
     arguments = parser.parse_args()
@@ -285,7 +292,7 @@ def main() -> None:
     figures: dict[str, float] = {}
     for model in chosen:
         seeds = range(2) if arguments.quick else arguments.seeds or SEEDS[model]
-        settings = every_setting(seeds, arguments.engine or ENGINES, arguments.stages or STAGES)
+        settings = settings_of(seeds, arguments.engine, arguments.stages, every=model == "smollm2")
         found, courses = [], []
         for number, (answers, course) in enumerate(run(subject_of(model, 12 if arguments.quick else 32), settings), 1):
             found += answers
@@ -293,11 +300,11 @@ def main() -> None:
             _tell(number, len(settings), answers, course)
         show(model, found)
         figures |= {f"{model}_{name}": value for name, value in count(found, courses).items()}
-    parts = {name: getattr(arguments, name) for name in ("engine", "stages") if getattr(arguments, name)}
-    seeds = {"seeds": str(arguments.seeds)} if arguments.seeds else {}
-    whole = not (arguments.quick or parts or seeds)
-    report("mixes", figures, {"models": chosen, **parts, **seeds}, keep=whole)
-    sys.exit(any(value for name, value in figures.items() if name.endswith(("_different", "_faults"))))
+    seeds_text = f"{arguments.seeds.start}-{arguments.seeds.stop}" if arguments.seeds else "all"
+    part = part_of(arguments) + (f"_seeds{seeds_text}" if arguments.seeds else "")
+    parts = {"engines": arguments.engine, "stages": arguments.stages, "seeds": seeds_text}
+    report(f"mixes{part}", figures, {"models": chosen, **parts}, keep=not arguments.quick)
+    sys.exit(any(value for name, value in figures.items() if name.endswith(("_different", "_faults", "_mismatches"))))
 
 
 def _seeds(text: str) -> range:
