@@ -25,6 +25,8 @@ class _History:
     ended: float
     ids: array[int]
     kinds: bytes
+    decoded: int
+    """Rows before the first that was decoded: what begins with fewer of them is prefilled anyhow."""
 
 
 class Histories:
@@ -40,19 +42,25 @@ class Histories:
 
     def remember(self, log: TokenLog, now: float) -> None:
         """A turn ended with `log`. What `log` goes on from is forgotten, and what is too old or too much."""
-        kinds = bytes(log.kinds(0, len(log)))
-        new = _History(now, array("i", log.ids(0, len(log))), kinds)
-        known = [old for old in self._known if not _goes_on(new, old)]
-        self._known = deque((*known, new))
+        kinds = log.kind_bytes()
+        decoded = kinds.find(RowKind.DECODE)
+        if decoded < 0:
+            return
+        new = _History(now, array("i", log.ids(0, len(log))), kinds, decoded)
+        self._known = deque((*(old for old in self._known if not _goes_on(new, old)), new))
         self._positions = sum(len(one.ids) for one in self._known)
         self._forget(now)
 
     def kinds(self, prompt: Sequence[int], now: float) -> bytes:
-        """How to run the first rows of `prompt`, the longest beginning that is known, by `RowKind`; the last two and
-        all behind these are prefilled."""
+        """How to run the first rows of `prompt`, the longest beginning that is known, by `RowKind`.
+
+        Its last two rows are prefilled always, and so is all behind what is told.
+        """
         self._forget(now)
         ids, best = array("i", prompt), b""
         for history in self._known:
+            if ids[: history.decoded] != history.ids[: history.decoded]:
+                continue
             same = common_prefix(history.ids, ids, max(0, min(len(history.ids), len(ids) - 2)))
             if same >= len(best):
                 best = history.kinds[:same]

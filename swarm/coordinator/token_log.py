@@ -87,6 +87,10 @@ class TokenLog:
     def kinds(self, start: int, end: int) -> tuple[RowKind, ...]:
         return tuple(RowKind(kind) for kind in self._kinds[start:end])
 
+    def kind_bytes(self) -> bytes:
+        """The `RowKind` of every row, a byte each."""
+        return bytes(self._kinds)
+
     def append_prompt(self, ids: Sequence[int], kinds: bytes = b"") -> None:
         """Tokens that a person gave: run as `kinds` says and `prompt_kinds` completes it. Drops what is drafted."""
         self.drop_drafted()
