@@ -66,6 +66,10 @@ class Recorded:
     def free_tokens(self) -> int:
         return self._engine.free_tokens
 
+    @property
+    def shares(self) -> bool:
+        return self._engine.shares
+
     def run(self, batch: Sequence[Segment]) -> list[Output]:
         outputs = self._engine.run(batch)
         rows = iter(self._engine.logits())
