@@ -35,7 +35,7 @@ from swarm.coordinator.token_log import prompt_kinds
 from swarm.protocol.ids import SessionId
 from swarm.protocol.messages import Refused, RowKind, Segment
 from tests.coordinator.fake_ring import STOP, FakeRing, next_token
-from tests.coordinator.fake_stages import MODEL, NODE, Row, make_plan
+from tests.coordinator.fake_stages import MODEL, NODE, Row, make_plan, prompt_rows
 
 LIMITS = SessionLimits(
     chunk_rows=4, sibling_rows=3, window=5, wait_s=50.0, answer_s=10.0, answer_row_s=0.5, draft_s=3.0
