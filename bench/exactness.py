@@ -6,7 +6,8 @@ windows of all sizes share forwards and are rejected in all ways: the same cours
 - SmolLM2 with n-gram drafts: all combinations of K, depth, temperature, stages, engine and prompt, 64 tokens.
 - The 1.5B target with the 0.5B draft: a selection in which every pair of settings occurs, 256 tokens.
 
-``python -m bench.exactness [--model smollm2|qwen]… [--quick]``. Exit status 1 where an answer differs.
+``python -m bench.exactness [--model smollm2|qwen]… [--engine paged|stateful] [--stages N…] [--quick]``: all of it, or a
+part, whose result is kept beside those of other parts. Exit status 1 where an answer differs.
 """
 
 from __future__ import annotations
@@ -201,17 +202,17 @@ class Plain:
 
 def smollm2(tokens: int) -> Subject:
     """With n-gram drafts."""
-    return Subject(_engines_of(models.smollm2()), _prompts(models.smollm2()), tokens)
+    return Subject(engines_of(models.smollm2()), _prompts(models.smollm2()), tokens)
 
 
 def qwen(tokens: int) -> Subject:
     """The 1.5B target with its 0.5B draft."""
-    (draft,) = _engines_of(models.draft_int4())(PAGED, 1, AT_ONCE * 640)
+    (draft,) = engines_of(models.draft_int4())(PAGED, 1, AT_ONCE * 640)
     ir = models.qwen_int4()
-    return Subject(_engines_of(ir), _prompts(ir), tokens, Draft(lambda: draft, DRAFT_COSTS))
+    return Subject(engines_of(ir), _prompts(ir), tokens, Draft(lambda: draft, DRAFT_COSTS))
 
 
-def _engines_of(ir: Path) -> Callable[[str, int, int], Sequence[ExactEngine]]:
+def engines_of(ir: Path) -> Callable[[str, int, int], Sequence[ExactEngine]]:
     def engines(kind: str, stages: int, kv_tokens: int) -> Sequence[ExactEngine]:
         found = []
         for index in range(stages):
@@ -236,6 +237,7 @@ def _prompts(ir: Path) -> dict[str, list[int]]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.exactness", description=__doc__)
     parser.add_argument("--model", choices=("smollm2", "qwen"), action="append", help="default: both")
+    add_parts(parser)
     parser.add_argument("--quick", action="store_true", help="SmolLM2, every pair of settings, 16 tokens, nothing kept")
     arguments = parser.parse_args()
     chosen = ["smollm2"] if arguments.quick else arguments.model or ["smollm2", "qwen"]
@@ -246,6 +248,7 @@ def main() -> None:
         else:
             subject = smollm2(16 if arguments.quick else 64)
             cases = pairwise_cases() if arguments.quick else every_case()
+        cases = [one for one in cases if one.engine in arguments.engine and one.stages in arguments.stages]
         found = list(_shown(run(subject, cases), len(cases)))
         show(model, found)
         use = sum((one.use for one in found), SpeculationUsage())
@@ -253,8 +256,22 @@ def main() -> None:
         figures[f"{model}_identical"] = sum(not one.difference for one in found)
         figures[f"{model}_drafted"] = use.drafted
         figures[f"{model}_rejected"] = use.rejected
-    report("exactness", figures, {"models": chosen, "engines": ENGINES}, keep=not arguments.quick)
+    settings = {"models": chosen, "engines": arguments.engine, "stages": arguments.stages}
+    report(f"exactness{part_of(arguments)}", figures, settings, keep=not arguments.quick)
     sys.exit(any(figures[f"{model}_identical"] < figures[f"{model}_runs"] for model in chosen))
+
+
+def add_parts(parser: argparse.ArgumentParser) -> None:
+    """Options that choose a part of the settings; for `part_of`."""
+    parser.add_argument("--engine", choices=ENGINES, nargs="+", default=ENGINES, help="default: all")
+    parser.add_argument("--stages", type=int, choices=STAGES, nargs="+", default=STAGES, help="default: all")
+
+
+def part_of(arguments: argparse.Namespace) -> str:
+    """What names the chosen part in a file's name; empty for the whole."""
+    chosen = [] if len(arguments.engine) == len(ENGINES) else arguments.engine
+    counts = [] if len(arguments.stages) == len(STAGES) else arguments.stages
+    return "".join(f"_{one}" for one in (*chosen, *counts))
 
 
 def _shown(found: Iterable[Found], count: int) -> Iterator[Found]:

@@ -16,6 +16,7 @@ from swarm.coordinator.admission import Admission, Need
 from swarm.coordinator.adoption import Adoptions
 from swarm.coordinator.drafter import Drafter
 from swarm.coordinator.events import Begin
+from swarm.coordinator.histories import Histories
 from swarm.coordinator.idle import IdleLimits, IdlePool
 from swarm.coordinator.language import LanguageModel
 from swarm.coordinator.meter import TokenMeter
@@ -35,7 +36,7 @@ from swarm.coordinator.turn import Turn
 from swarm.protocol import limits
 from swarm.protocol.errors import CapacityError, SessionError, SwarmError, UsageError
 from swarm.protocol.ids import NodeId, SessionId
-from swarm.protocol.messages import Adopted, CloseSession, Drawn, Message, Refused
+from swarm.protocol.messages import Adopted, CloseSession, Drawn, Message, Refused, RowKind
 from swarm.protocol.plan import Plan
 from swarm.ring.port import RingLoad, RingPort
 
@@ -97,6 +98,7 @@ class Coordinator:
         """Of the answers that ended."""
         self._turns: dict[SessionId, Turn] = {}
         self._idle = IdlePool(self._limits.idle)
+        self._histories = Histories(self._limits.idle.seconds)
         self._counters = Counters()
         self._meter = TokenMeter()
         self._adoptions = Adoptions(ring)
@@ -149,6 +151,8 @@ class Coordinator:
 
     def set_model(self, model: LanguageModel | None) -> None:
         """The tokenizer of the swarm's model has been loaded, or there is none any more."""
+        if model is not None and self._model is not None and model.manifest != self._model.manifest:
+            self._histories.clear()
         self._model = model
         self._notify()
 
@@ -261,9 +265,10 @@ class Coordinator:
             sampling=request.sampling,
             max_tokens=request.max_tokens,
             stop_tokens=frozenset() if request.ignore_stop_tokens else model.tokenizer.stop_tokens,
+            kinds=self._histories.kinds(prompt, started),
             draft_model=drafter is not None,
         )
-        session = self._idle.take(prompt) or self._new_session()
+        session = self._idle.take(prompt, begin.kinds) or self._new_session()
         # Of the answer only what is asked for is counted: a kept cache is worth more than a long answer's last part.
         self._make_room(session.plan, len(prompt) + (request.max_tokens or 0))
         text, stops = model.tokenizer.stream(), StopMatcher(request.stop)
@@ -355,11 +360,13 @@ class Coordinator:
     async def send(self, to: NodeId, message: Message) -> None:
         await self._ring.send(to, message)
 
-    async def adopt(self, session: Session, prompt: tuple[int, ...]) -> int:
+    async def adopt(self, session: Session, begin: Begin) -> int:
         if len(session.log):  # it goes on behind its own cache
             return 0
+        decoded = begin.kinds.find(RowKind.DECODE)
+        prefilled = begin.prompt if decoded < 0 else begin.prompt[:decoded]
         try:
-            return await self._adoptions.ask(session.id, session.plan, prompt)
+            return await self._adoptions.ask(session.id, session.plan, prefilled)
         except BaseException:
             self.close_session(session.id, _nodes(session.plan))
             raise
@@ -378,8 +385,11 @@ class Coordinator:
         session = turn.session
         del self._turns[session.id]
         self._speculation += session.speculation
+        now = self._clock()
+        if len(session.log):
+            self._histories.remember(session.log, now)
         if session.state is State.IDLE and len(session.log) and self._plan.has_ring(session.plan):
-            self._close_kept(self._idle.put(session, self._clock()))
+            self._close_kept(self._idle.put(session, now))
             if self._plan.kv_tokens:
                 self._close_kept(self._idle.shrink(int(self._plan.kv_tokens * self._limits.idle.share), session.plan))
         else:

@@ -28,6 +28,8 @@ class Begin:
     stop_tokens: frozenset[int] = frozenset()
     held: int = 0
     """Positions of a new session's prompt that the stages hold already, computed for other sessions."""
+    kinds: bytes = b""
+    """How the first rows of the prompt are run, by `RowKind`, as a turn before left them; the others are prefilled."""
     draft_model: bool = False
     """`AskDraft` will be answered."""
 

@@ -55,15 +55,15 @@ class IdlePool:
     def holds(self, session: SessionId) -> bool:
         return any(kept.id == session for _, kept in self._kept)
 
-    def take(self, prompt: Sequence[int]) -> Session | None:
-        """The session that saves most of `prompt`, where it saves enough.
+    def take(self, prompt: Sequence[int], kinds: bytes = b"") -> Session | None:
+        """The session that saves most of `prompt`, run as `kinds` says (see `Begin`), where it saves enough.
 
         Taking it throws away what it holds behind the common part. That must not be more than what is saved:
         conversations that share a system prompt and nothing else do not take each other's caches.
         """
         best, saved = None, 0
         for entry in self._kept:
-            reused = entry[1].log.reusable(prompt)
+            reused = entry[1].log.reusable(prompt, kinds)
             enough = reused >= MIN_REUSED_TOKENS or (reused > 0 and 2 * reused >= len(prompt))
             if enough and reused > saved and 2 * reused >= len(entry[1].log):
                 best, saved = entry, reused

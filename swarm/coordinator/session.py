@@ -178,9 +178,7 @@ class Session:
         if self.state is not State.IDLE or not turn.prompt:
             raise ValueError(f"a turn of {len(turn.prompt)} tokens cannot begin in state {self.state.value}")
         self._turn = turn
-        self.reused = self.log.reusable(turn.prompt)
-        self.log.truncate(self.reused)
-        self.log.append_prompt(turn.prompt[self.reused :])
+        self.reused = self.log.begin(turn.prompt, turn.kinds)
         if turn.held and not self.reused:
             self.log.mark_fed(turn.held)
             self.reused = turn.held

@@ -27,6 +27,25 @@ _COMPARE = 1024
 """Ids compared at once where a prefix is looked for; a speed-up only."""
 
 
+def prompt_kinds(rows: int, first: bytes = b"") -> bytes:
+    """A `RowKind` for each row of a prompt: the `first` as they are, the others prefilled, a lone one decoded."""
+    rest = rows - len(first)
+    return first + bytes((RowKind.PREFILL if rest >= MIN_PREFILL_ROWS else RowKind.DECODE,)) * rest
+
+
+def common_prefix(one: Sequence[int], other: Sequence[int], most: int) -> int:
+    """How many of the first `most` are equal; both have as many."""
+    same = 0
+    while same < most:
+        end = min(same + _COMPARE, most)
+        if list(one[same:end]) != list(other[same:end]):
+            break
+        same = end
+    while same < most and one[same] == other[same]:
+        same += 1
+    return same
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Positions ``[start, end)`` that go into one segment."""
@@ -68,12 +87,23 @@ class TokenLog:
     def kinds(self, start: int, end: int) -> tuple[RowKind, ...]:
         return tuple(RowKind(kind) for kind in self._kinds[start:end])
 
-    def append_prompt(self, ids: Sequence[int]) -> None:
-        """Tokens that a person gave: prefilled, except that a single one is a decode row. Drops what is drafted."""
-        kind = RowKind.PREFILL if len(ids) >= MIN_PREFILL_ROWS else RowKind.DECODE
+    def kind_bytes(self) -> bytes:
+        """The `RowKind` of every row, a byte each."""
+        return bytes(self._kinds)
+
+    def append_prompt(self, ids: Sequence[int], kinds: bytes = b"") -> None:
+        """Tokens that a person gave: run as `kinds` says and `prompt_kinds` completes it. Drops what is drafted."""
         self.drop_drafted()
-        self._append(ids, kind)
+        self._ids += ids
+        self._kinds += prompt_kinds(len(ids), kinds)
         self._certain = len(self._ids)
+
+    def begin(self, prompt: Sequence[int], kinds: bytes = b"") -> int:
+        """Become `prompt`, run as in `append_prompt`; how many of its first rows need not be run again."""
+        held = self.reusable(prompt, kinds)
+        self.truncate(held)
+        self.append_prompt(prompt[held:], prompt_kinds(len(prompt), kinds)[held:])
+        return held
 
     def append_drafted(self, ids: Sequence[int]) -> None:
         """Tokens that the model may draw."""
@@ -114,21 +144,17 @@ class TokenLog:
         self._certain = min(self._certain, length)
         self._fed = min(self._fed, length)
 
-    def reusable(self, prompt: Sequence[int]) -> int:
-        """How many first tokens of `prompt` need not be run again; at least its last two must be.
+    def reusable(self, prompt: Sequence[int], kinds: bytes = b"") -> int:
+        """How many first rows of `prompt`, run as in `append_prompt`, are held; at least its last two are run again.
 
         The last one alone would be a decoded row, and its bits not those of the same prompt without a cache: the same
         request with the same seed would get another answer the second time.
         """
-        held = max(0, min(self._fed, len(prompt) - 2))
-        same = 0
-        while same < held:
-            end = min(same + _COMPARE, held)
-            if self._ids[same:end] != list(prompt[same:end]):
-                break
-            same = end
-        while same < held and self._ids[same] == prompt[same]:
-            same += 1
+        wanted = prompt_kinds(len(prompt), kinds)
+        same = common_prefix(self._ids, prompt, max(0, min(self._fed, len(prompt) - 2)))
+        same = common_prefix(self._kinds, wanted, same)
+        if wanted[same : same + 2] == bytes((RowKind.PREFILL, RowKind.DECODE)):
+            same = max(0, same - 1)
         return self._without_lone_prefill(same)
 
     def pieces(self, chunk_rows: int, sibling_rows: int) -> Iterator[Piece]:

@@ -54,7 +54,7 @@ class TurnOwner(Protocol):
     async def send(self, to: NodeId, message: Message) -> None:
         """As `RingPort.send`."""
 
-    async def adopt(self, session: Session, prompt: tuple[int, ...]) -> int:
+    async def adopt(self, session: Session, begin: Begin) -> int:
         """Positions of a new session's prompt that the stages hold already; takes a moment."""
 
     def company(self, turn: Turn) -> Company:
@@ -136,7 +136,7 @@ class Turn:
 
     async def _write(self, tasks: TaskGroup) -> None:
         try:
-            held = await self._owner.adopt(self.session, self._begin.prompt)
+            held = await self._owner.adopt(self.session, self._begin)
             self.session.share_ring(self._owner.company(self))
             effects = self.session.handle(replace(self._begin, held=held), self._clock())
             while not await self._carry_out(effects, tasks):

@@ -14,10 +14,13 @@ from swarm.protocol.tensors import Array
 
 
 class ExactEngine(Engine, Protocol):
-    """An engine whose logits can be compared."""
+    """An engine whose logits can be compared, and whose books can be checked."""
 
     def logits(self) -> Array:
         """Of the last batch's wanted rows, ``[rows, vocabulary]`` f32 in batch order; a view until the next one."""
+
+    def validate_state(self) -> None:
+        """Assert the invariants; for tests and debugging."""
 
 
 def make_engine(

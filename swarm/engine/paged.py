@@ -157,6 +157,10 @@ class PagedEngine:
         data: Array = self._request.get_output_tensor(0).data
         return data.reshape(data.shape[0], -1)
 
+    def validate_state(self) -> None:
+        """Assert the invariants; for tests and debugging."""
+        self._pool.validate_state()
+
     def _set_inputs(self, rows: _Rows, batch: Sequence[Segment]) -> None:
         if self._first:
             self._set(TOKENS_INPUT, np.array(rows.tokens, np.int64))

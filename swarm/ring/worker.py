@@ -109,6 +109,11 @@ class StageWorker:
     def plan(self) -> Plan:
         return self._plan
 
+    @property
+    def sessions(self) -> Set[SessionId]:
+        """Those for which the stage holds something."""
+        return self._owners.keys()
+
     def stats(self) -> WorkerStats:
         """Since the last call of this."""
         now = time.monotonic()
@@ -135,15 +140,16 @@ class StageWorker:
         except (CapacityError, SessionError) as error:
             self._refuse(segment, str(error), fatal=isinstance(error, CapacityError))
             return
-        if not self._own(segment.session, segment.coordinator):
-            self._refuse(segment, f"all {limits.MAX_SESSIONS_PER_STAGE} sessions are busy", fatal=False)
-            return
         while len(self._queue) >= limits.MAX_QUEUED_SEGMENTS:
             if self._over:
                 await self._refuse_at_the_end(segment)
                 return
             self._room.clear()
             await self._room.wait()
+        # Not before: a session that was closed meanwhile would be run, and belong to nobody.
+        if not self._own(segment.session, segment.coordinator):
+            self._refuse(segment, f"all {limits.MAX_SESSIONS_PER_STAGE} sessions are busy", fatal=False)
+            return
         now = time.monotonic()
         self._beginnings.delivered(segment, now)
         self._queue.push(segment, now)
@@ -395,6 +401,16 @@ class StageWorker:
             self._engine.close_session(session)
             self._ran.pop(session, None)
         self._closing.clear()
+
+    def validate_state(self) -> None:
+        """Assert the invariants; for tests and debugging."""
+        self._queue.validate_state()
+        self._beginnings.validate_state()
+        assert self._owners.keys() == self._used.keys()
+        assert self._begun.keys() <= self._owners.keys()
+        assert self._ran.keys() <= self._owners.keys() | self._closing
+        assert self._queue.sessions <= self._owners.keys()
+        assert {message.session for message in self._adoptions} <= self._owners.keys()
 
 
 def _drawn(segment: Segment, output: Output) -> Drawn:

@@ -121,6 +121,14 @@ def test_exactness() -> None:
 
 @pytest.mark.model
 @pytest.mark.slow
+def test_mixes() -> None:
+    figures = run_quickly("bench.mixes", "--stages", "2")
+    assert figures["smollm2_answers"] > 50
+    assert {figures[f"smollm2_{name}"] for name in ("different", "faults", "mismatches")} == {0}
+
+
+@pytest.mark.model
+@pytest.mark.slow
 def test_wan() -> None:
     assert run_quickly("bench.wan")["wan50"] > 0
 

@@ -30,7 +30,12 @@ def prompt_rows(ids: Sequence[int]) -> list[Row]:
 
 def plain_decode(prompt: Sequence[int], count: int) -> list[int]:
     """What an undisturbed ring answers."""
-    rows, answer = prompt_rows(prompt), []
+    return decode_behind(prompt_rows(prompt), count)
+
+
+def decode_behind(rows: Sequence[Row], count: int) -> list[int]:
+    """What it answers behind rows that were run like this."""
+    rows, answer = list(rows), []
     for _ in range(count):
         answer.append(next_token(rows))
         rows.append((answer[-1], RowKind.DECODE))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import aclosing
+from dataclasses import replace
 
 import anyio
 import pytest
@@ -11,8 +12,8 @@ from swarm.coordinator import adoption
 from swarm.coordinator.coordinator import CoordinatorLimits
 from swarm.coordinator.idle import IdleLimits
 from swarm.protocol.messages import Refused, RowKind
-from tests.coordinator.fake_stages import make_plan
-from tests.coordinator.house import LIMITS, ask, collect, expected, house, until, until_blocked
+from tests.coordinator.fake_stages import decode_behind, make_plan, prompt_rows
+from tests.coordinator.house import LIMITS, Letters, ask, collect, expected, house, until, until_blocked
 
 pytestmark = pytest.mark.anyio
 
@@ -43,6 +44,27 @@ async def test_two_requests_never_share_a_session() -> None:
             await until(lambda: h.coordinator.stats().running == 2)
             h.ring.go_on()
         assert len({segment.session for segment in h.ring.sent[before:]}) == 2
+
+
+@pytest.mark.parametrize("between", ["nothing", "not kept", "a new ring", "taken by another"])
+async def test_a_second_answer_does_not_say_what_became_of_the_cache(between: str) -> None:
+    """The rows of the first answer were decoded, and are decoded again where their cache is lost."""
+    beginning = "You are an assistant that answers in one short sentence, and never with more. Who?"
+    limits = replace(LIMITS, idle=IdleLimits(sessions=0)) if between == "not kept" else LIMITS
+    async with house(limits=limits) as h:
+        text, *_ = await collect(h.coordinator, ask(beginning))
+        if between == "a new ring":
+            h.ring.change_plan(make_plan(2, 3))
+        elif between == "taken by another":
+            await collect(h.coordinator, ask(beginning + "!"))
+        again, _, usage = await collect(h.coordinator, ask(beginning, text, "and then?"))
+        rows = prompt_rows(Letters().encode(f"user:{beginning}\nassistant:"))
+        rows += [(ord(letter), RowKind.DECODE) for letter in text[:-1]]
+        rows += prompt_rows(Letters().encode(f"{text[-1]}\nuser:and then?\nassistant:"))
+        assert again == "".join(map(chr, decode_behind(rows, 20)))
+        prompt, shared = len(f"user:{beginning}\nassistant:"), len(f"user:{beginning}")
+        held = {"nothing": prompt + 19, "not kept": prompt - 2, "a new ring": 0, "taken by another": shared}
+        assert usage.reused_tokens == held[between]
 
 
 async def test_an_equal_beginning_is_not_run_again() -> None:

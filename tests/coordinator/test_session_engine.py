@@ -49,8 +49,9 @@ class Run:
     def turn(self, prompt: list[int], count: int) -> list[int]:
         sampling = SamplingParams(temperature=1.0, seed=11)
         tokens: list[int] = []
+        kinds = bytes(self.session.log.kinds(0, len(self.session.log)))
         effects: deque[Effect] = deque(
-            self.session.handle(Begin(tuple(prompt), MODEL, 1000, sampling, max_tokens=count), 0.0)
+            self.session.handle(Begin(tuple(prompt), MODEL, 1000, sampling, max_tokens=count, kinds=kinds), 0.0)
         )
         changed = False
         while not isinstance(effect := effects.popleft(), Finish):

@@ -31,6 +31,7 @@ from swarm.coordinator.events import (
 from swarm.coordinator.pace import MAX_K, Speculation
 from swarm.coordinator.requests import FinishReason
 from swarm.coordinator.session import RUNNING, Counters, Session, SessionLimits, State
+from swarm.coordinator.token_log import prompt_kinds
 from swarm.protocol.ids import SessionId
 from swarm.protocol.messages import Refused, RowKind, Segment
 from tests.coordinator.fake_ring import STOP, FakeRing, next_token
@@ -85,27 +86,32 @@ class SessionMachine(RuleBasedStateMachine):
         most=st.integers(1, 20),
         stop=st.booleans(),
         model=st.booleans(),
+        remembered=st.booleans(),
     )
-    def begin(self, data: st.DataObject, new: list[int], most: int, stop: bool, model: bool) -> None:
+    def begin(self, data: st.DataObject, new: list[int], most: int, stop: bool, model: bool, remembered: bool) -> None:
         if self.session.state is State.DONE:
             self.new_session()
         kept = data.draw(st.integers(0, len(self.truth)))
         prompt = ((*(token for token, _ in self.truth[:kept]), *new) or (98,))[: CONTEXT - 1]
         stops = frozenset({STOP} if stop else ())
         held = self.adopt(data, prompt)
-        self.truth += prompt_rows(prompt)[len(self.truth) : held]
-        self.turn = Begin(prompt, MODEL, CONTEXT, max_tokens=most, stop_tokens=stops, held=held, draft_model=model)
+        before = bytes(kind for _, kind in self.truth[: min(kept, max(0, len(prompt) - 2))])
+        kinds = before.rstrip(bytes((RowKind.PREFILL,))) if remembered and not held else b""
+        self.turn = Begin(
+            prompt, MODEL, CONTEXT, max_tokens=most, stop_tokens=stops, held=held, kinds=kinds, draft_model=model
+        )
         self.drawn = 0
         fed = max(self.session.log.fed, held)
         effects = self.session.handle(self.turn, self.now)
         reused = self.session.reused
         assert reused <= max(0, min(fed, len(prompt) - 2))
-        assert [token for token, _ in self.truth[:reused]] == list(prompt[:reused])
-        assert reused >= min(fed, kept, len(prompt) - 2) - 1, "a rewind costs one token more at most"
+        rows = [(token, RowKind(kind)) for token, kind in zip(prompt, prompt_kinds(len(prompt), kinds), strict=True)]
+        assert (self.truth + rows[len(self.truth) : held])[:reused] == rows[:reused]
+        assert not remembered or reused >= min(fed, kept, len(prompt) - 2) - 2, "a rewind costs two tokens more at most"
         assert reused >= held
         sent = [effect.segment.start for effect in effects if isinstance(effect, SendSegment)]
         assert not sent or sent[0] == reused, "what is held is not run again"
-        self.truth = self.truth[:reused] + prompt_rows(prompt[reused:])
+        self.truth = rows
         self.carry_out(effects)
 
     def adopt(self, data: st.DataObject, prompt: tuple[int, ...]) -> int:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.coordinator.token_log import Piece, TokenLog
+from swarm.coordinator.token_log import Piece, TokenLog, prompt_kinds
 from swarm.protocol.messages import RowKind
 
 PREFILL, DECODE = RowKind.PREFILL, RowKind.DECODE
@@ -72,21 +72,30 @@ def test_a_rewind_leaves_no_lone_prefilled_position(turns: Turns, cut: int) -> N
     assert log.fed == len(log)
 
 
-@given(turns=TURNS, common=st.integers(0, 100), more=st.integers(0, 5), fed=st.integers(0, 100))
-def test_reusable_is_the_common_prefix_that_was_fed(turns: Turns, common: int, more: int, fed: int) -> None:
+@given(
+    turns=TURNS, common=st.integers(0, 100), more=st.integers(0, 5), fed=st.integers(0, 100), known=st.integers(0, 100)
+)
+def test_a_turn_begins_behind_what_is_held_and_was_run_in_the_same_way(
+    turns: Turns, common: int, more: int, fed: int, known: int
+) -> None:
     log = build(turns)
     log.lose_caches()
     log.mark_fed(min(fed, len(log)))
     common = min(common, len(log))
     prompt = [*log.ids(0, common), *[-1] * more] or [-1]
-    reused = log.reusable(prompt)
-    most = min(common, log.fed, max(0, len(prompt) - 2))
-    assert most - 1 <= reused <= most
-    log.truncate(reused)
-    log.append_prompt(prompt[reused:])
+    most = max(0, min(common, len(prompt) - 2))
+    before = bytes(log.kinds(0, len(log)))
+    kinds = before[: min(known, most)].rstrip(bytes((PREFILL,)))
+    wanted = prompt_kinds(len(prompt), kinds)
+    same = next((i for i in range(most) if before[i] != wanted[i]), most)
+    held = min(same, log.fed)
+    reused = log.begin(prompt, kinds)
+    assert held - 2 <= reused <= held
     log.check()
     assert log.fed == reused
     assert log.ids(0, len(log)) == tuple(prompt)
+    assert bytes(log.kinds(0, len(log))) == wanted
+    assert all(piece.kind is not PREFILL or piece.rows >= 2 for piece in log.pieces(16, 4))
 
 
 def test_long_prefixes_are_compared_to_the_last_id() -> None:
@@ -110,8 +119,5 @@ def test_the_same_prompt_again_is_run_as_it_was_the_first_time() -> None:
     log = TokenLog()
     log.append_prompt(range(20))
     log.mark_fed(20)
-    reused = log.reusable(range(20))
-    log.truncate(reused)
-    log.append_prompt(range(reused, 20))
-    assert reused == 18
+    assert log.begin(range(20)) == 18
     assert {piece.kind for piece in log.pieces(256, 16)} == {RowKind.PREFILL}

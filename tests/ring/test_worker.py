@@ -490,6 +490,24 @@ async def test_an_engine_that_cannot_share_keeps_nobody_waiting(monkeypatch: pyt
         assert all(message.positions == 0 for _, message in box.sent if isinstance(message, Adopted))
 
 
+async def test_a_session_that_is_closed_before_its_turn_takes_nothing() -> None:
+    box, engine = PostBox(), HeldEngine()
+    async with serving(engine, box, plan=ALONE) as worker:
+        await worker.deliver(segment(1, rows=100))
+        await box.wait(1)
+        worker.close_session(segment(1).session, ASKER)
+        worker.adopt(adopt(2, 80))
+        worker.close_session(segment(2).session, ASKER)
+        worker.adopt(adopt(3, 80))
+        await box.wait(2)
+        assert box.sent[-1] == (ASKER, Adopted(segment(3).session, EPOCH, 80))
+        worker.close_session(segment(3).session, ASKER)
+        await until(lambda: segment(3).session in engine.closed)
+        worker.validate_state()
+        assert not worker.sessions
+    assert engine.free_tokens == 4096
+
+
 async def test_nobody_begins_the_session_of_another_anew() -> None:
     box = PostBox()
     async with serving(HeldEngine(), box, plan=ALONE) as worker:
@@ -632,6 +650,26 @@ async def test_a_full_queue_makes_the_sender_wait(monkeypatch: pytest.MonkeyPatc
         engine.gate.set()
         await box.wait(11)
     assert len(delivered) == 10
+
+
+async def test_a_session_closed_while_it_waits_for_room_can_be_closed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its coordinator does so when it gets an answer that nobody asked for."""
+    monkeypatch.setattr(limits, "MAX_QUEUED_SEGMENTS", 1)
+    box, engine = PostBox(), HeldEngine()
+    async with serving(engine, box, plan=ALONE) as worker, anyio.create_task_group() as senders:
+        engine.gate.clear()
+        await worker.deliver(segment(1))
+        await engine.entered()
+        await worker.deliver(segment(2))
+        senders.start_soon(worker.deliver, segment(3))
+        await anyio.wait_all_tasks_blocked()
+        worker.close_session(segment(3).session, ASKER)
+        engine.gate.set()
+        await box.wait(3)
+        worker.validate_state()
+        for session in (1, 2, 3):
+            worker.close_session(segment(session).session, ASKER)
+        await until(lambda: engine.free_tokens == 4096)
 
 
 async def test_who_waits_for_room_is_let_go_when_the_stage_ends(monkeypatch: pytest.MonkeyPatch) -> None:
