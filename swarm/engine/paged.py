@@ -24,7 +24,7 @@ from swarm.engine.base import Output, check_rows, first_line
 from swarm.engine.blocks import BlockPool, BlockTable
 from swarm.engine.devices import profile
 from swarm.engine.head import HEAD_ROWS_INPUT, MIN_ROWS, draw_wanted, gather_head_rows, head_rows
-from swarm.engine.shortlist import SHORT_ROWS_INPUT, Shortlist, add_short_head
+from swarm.engine.shortlist import EXTRA_IDS_INPUT, SHORT_ROWS_INPUT, Shortlist, add_short_head
 from swarm.model.cut import HIDDEN_INPUT, LOGITS_OUTPUT
 from swarm.model.grouping import weight_group, weights_of_graph
 from swarm.model.layers import TOKENS_INPUT
@@ -38,7 +38,7 @@ MAX_ROWS = 1024
 """Of a forward. More rows add little speed and much working memory."""
 
 
-_NO_ROWS = np.empty(0, np.int64)
+_NOTHING = np.empty(0, np.int64)
 
 
 class PagedEngine:
@@ -125,11 +125,7 @@ class PagedEngine:
         if rows.count < MIN_ROWS:
             rows.pad(self._pool.SCRATCH)
         self._set_inputs(rows, batch)
-        listed = self._listed(tables)
-        if self._last:
-            self._set(HEAD_ROWS_INPUT, head_rows(rows.wanted) if listed is None else _NO_ROWS)
-        if self._shortlist is not None:
-            self._set(SHORT_ROWS_INPUT, _NO_ROWS if listed is None else np.array(rows.wanted, np.int64))
+        listed = self._set_head_rows(rows.wanted, tables) if self._last else None
         try:
             self._request.infer()
         except RuntimeError as error:
@@ -187,10 +183,15 @@ class PagedEngine:
     def _set(self, name: str, values: Array) -> None:
         self._request.set_tensor(name, ov.Tensor(values))
 
-    def _listed(self, tables: Sequence[BlockTable]) -> Array | None:
-        """The ids whose logits are computed in this forward; None: all of them."""
-        shortlist = self._shortlist
-        return shortlist.ids if shortlist is not None and all(shortlist.suits(each.tokens) for each in tables) else None
+    def _set_head_rows(self, wanted: Sequence[int], tables: Sequence[BlockTable]) -> Array | None:
+        """Send the wanted rows to one of the heads. The ids whose logits it computes; None: all."""
+        extra = None if self._shortlist is None else self._shortlist.missing(table.tokens for table in tables)
+        self._set(HEAD_ROWS_INPUT, head_rows(wanted) if extra is None else _NOTHING)
+        if self._shortlist is None:
+            return None
+        self._set(SHORT_ROWS_INPUT, _NOTHING if extra is None else np.array(wanted, np.int64))
+        self._set(EXTRA_IDS_INPUT, _NOTHING if extra is None else extra)
+        return None if extra is None else np.concatenate([self._shortlist.ids, extra])
 
     def _draw(
         self, batch: Sequence[Segment], tables: Sequence[BlockTable], result: Array, listed: Array | None

@@ -18,7 +18,7 @@ _MAX_NOISE_SPAN = 41.0
 
 
 def draw(logits: Array, params: SamplingParams, position: int, history: Array, listed: Array | None = None) -> int:
-    """One token from ``[vocabulary]`` f32 logits, or from those of the ids `listed` alone, which ascend.
+    """One token from ``[vocabulary]`` f32 logits, or from those of the ids `listed` alone.
 
     `position` is the absolute position of the token drawn; `history` the ids before it, for the penalty.
     """

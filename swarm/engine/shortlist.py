@@ -1,8 +1,9 @@
-"""A second head over the tokens that are needed most: a draft model then reads a third less for each token.
+"""A second head over the tokens that a draft needs most: it then reads a third less of its weights for each token.
 
 FR-Spec (Zhao et al. 2025, arXiv 2502.14856). Byte-pair encodings number tokens in the order of their merges, the most
-frequent first, so the first ids are the shortlist and no text has to be counted. What is written in tokens beyond them,
-as in other scripts, is drafted with the whole head, which stays beside it and costs nothing while no row goes to it.
+frequent first, so the first ids are the shortlist and no text has to be counted. Beside them come the ids that are in
+the text already: names, and all that an answer repeats, whose rows are looked up for each forward. Where a text goes on
+to use others, as in other scripts, the whole head is used: it stays, and costs nothing while no row goes to it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from openvino import opset13 as ops
 from swarm.protocol.tensors import Array
 
 SHORT_ROWS_INPUT = "short_head_rows"
+EXTRA_IDS_INPUT = "short_head_extra_ids"
 
 FIRST = 49_152
 """Ids from 0 on that are listed."""
@@ -25,16 +27,18 @@ FIRST = 49_152
 LAST = 2048
 """Ids at the end of a vocabulary that are listed: added tokens, such as those that end a turn."""
 
+CONTEXT = 1024
+"""The last ids of a session, which are listed for it."""
+
 RECENT = 64
 """Ids of a session that tell whether the shortlist suits it."""
 
 MISSED = RECENT // 8
-"""So many of them may be missing from it. One that is missing costs the rest of a window, the whole head costs each
-token a third more: they break even at about an eighth."""
+"""So many of them may have been missing when they came. One that is missing costs the rest of a window, the whole head
+costs each token a third more: they break even at about an eighth."""
 
 Node: TypeAlias = Any
 """openvino.Node; its operators are not typed."""
-
 
 _BY_ELEMENT: dict[str, Callable[[Node, list[Node]], Node]] = {
     "Convert": lambda node, inputs: ops.convert(inputs[0], node.get_element_type()),
@@ -45,7 +49,7 @@ _BY_ELEMENT: dict[str, Callable[[Node, list[Node]], Node]] = {
 
 
 class Shortlist:
-    """The ids that the short head has, ascending, and whom it suits."""
+    """The ids that the short head always has, and those that a batch needs beside them."""
 
     def __init__(self, ids: Iterable[int], vocabulary: int) -> None:
         """Ids lie in ``[0, vocabulary)``."""
@@ -53,10 +57,17 @@ class Shortlist:
         self._listed[list(ids)] = True
         self.ids: Array = np.flatnonzero(self._listed)
 
-    def suits(self, tokens: Sequence[int]) -> bool:
-        """Whether a session with these ids so far is drafted from the shortlist."""
-        recent = np.array(tokens[-RECENT:], np.int64)
-        return int(np.count_nonzero(~self._listed[recent])) <= MISSED
+    def missing(self, sessions: Iterable[Sequence[int]]) -> Array | None:
+        """What these sessions' ids so far have beyond the shortlist; None where it does not suit all of them."""
+        found = [np.empty(0, np.int64)]
+        for tokens in sessions:
+            context = np.array(tokens[-CONTEXT:], np.int64)
+            places = np.flatnonzero(~self._listed[context])
+            ids, first = np.unique(context[places], return_index=True)
+            if np.count_nonzero(places[first] >= len(context) - RECENT) > MISSED:
+                return None
+            found.append(ids)
+        return np.unique(np.concatenate(found))
 
 
 def most_needed(tokens: Mapping[int, bytes], stops: Iterable[int], vocabulary: int) -> Shortlist | None:
@@ -73,7 +84,8 @@ def most_needed(tokens: Mapping[int, bytes], stops: Iterable[int], vocabulary: i
 
 
 def add_short_head(model: ov.Model, ids: Array) -> bool:
-    """Add an output with the logits of `ids` alone, for the rows listed in a new input ``short_head_rows [n]`` i64.
+    """Add an output with the logits of `ids` and, behind them, of those listed in a new input ``short_head_extra_ids
+    [m]`` i64, for the rows listed in a new input ``short_head_rows [n]`` i64.
 
     For a paged model, before its head's rows are gathered. False, and `model` as it was, where the head is not a plain
     product of rows and weights.
@@ -85,11 +97,14 @@ def add_short_head(model: ov.Model, ids: Array) -> bool:
     short = _rows_of(weight, ids, weight.get_output_shape(0)[0])
     if short is None:
         return False
-    rows = ops.parameter([-1], ov.Type.i64, name=SHORT_ROWS_INPUT)
-    rows.output(0).set_names({SHORT_ROWS_INPUT})
-    hidden = ops.gather(product.input_value(0), rows, ops.constant(np.int64(0)))
-    model.add_parameters([rows])
-    model.add_results([ops.result(ops.matmul(hidden, short, False, True))])
+    rows, extra = (ops.parameter([-1], ov.Type.i64, name=name) for name in (SHORT_ROWS_INPUT, EXTRA_IDS_INPUT))
+    for parameter in (rows, extra):
+        parameter.output(0).set_names({parameter.get_friendly_name()})
+    axis = ops.constant(np.int64(0))
+    hidden = ops.gather(product.input_value(0), rows, axis)
+    looked_up = ops.matmul(hidden, ops.gather(weight, extra, axis), False, True)
+    model.add_parameters([rows, extra])
+    model.add_results([ops.result(ops.concat([ops.matmul(hidden, short, False, True), looked_up], -1))])
     return True
 
 
