@@ -29,7 +29,9 @@ def paged_draft(store: Store, device: str) -> BuildDraft:
     def build(draft: Model) -> Engine:
         manifest, tokenizer = draft.manifest, draft.tokenizer
         shard = load_shard(manifest, store, 0, len(manifest.layers))
-        shortlist = most_needed(tokenizer.tokens(), tokenizer.stop_tokens, manifest.vocabulary)
+        shortlist = None
+        if device == "CPU":  # whether other plugins take a head of no rows has not been tried
+            shortlist = most_needed(tokenizer.tokens(), tokenizer.stop_tokens, manifest.vocabulary)
         engine = PagedEngine(shard, device, DRAFT_KV_TOKENS, manifest.vocabulary, shortlist=shortlist)
         warm_up(engine)
         return engine
