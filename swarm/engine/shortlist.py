@@ -21,7 +21,7 @@ from swarm.protocol.tensors import Array
 SHORT_ROWS_INPUT = "short_head_rows"
 EXTRA_IDS_INPUT = "short_head_extra_ids"
 
-FIRST = 49_152
+FIRST = 32_768
 """Ids from 0 on that are listed."""
 
 LAST = 2048
