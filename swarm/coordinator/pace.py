@@ -41,9 +41,10 @@ Plain decoding is k = 0. The first windows of a session are plain: they measure 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+from swarm.coordinator.times import MODEL, PRIOR_CHANCE, Acceptance, Times
 
 MAX_K = 10
 """Drafted tokens in a window."""
@@ -51,55 +52,26 @@ MAX_K = 10
 DEPTHS = (1, 2, 4, 8)
 """Windows in flight that are considered, up to two for each stage."""
 
-MODEL = 0
-"""The source that is the draft model. Others are n-gram matches, by their length in tokens (`ngram.Match`)."""
-
 PLAIN_WINDOWS = 2
-"""Measured before anything is drafted."""
+"""Measured before anything is drafted, where the ring is not known from other sessions."""
 
 MAX_TRANSIT = 0.95
 """Of a latency, what links may take of it: stages take something."""
 
-PRIOR_CHANCE = {MODEL: 0.65, 2: 0.3, 3: 0.45, 4: 0.55, 5: 0.65, 6: 0.7, 7: 0.75, 8: 0.8}
-"""Assumed acceptance. It counts as much as `PRIOR_WEIGHT` judged tokens, and fades as they do."""
-
-PRIOR_WEIGHT = 4.0
 PRIOR_TOKEN = 0.15
 """Of the latency of a row: what the model is assumed to take for a token before it is measured."""
 
 MEMORY = 0.94
 """What is left of a judged token's weight after the next: about 16 tokens are remembered."""
 
-MAX_CHANCE = 0.985
-"""However often it was right so far, a draft is wrong some day."""
-
-PRIOR_SLOPE = 0.04
-"""Of the latency, for each row more."""
-
-SLOPE_WEIGHT = 4.0
-"""As much as two measurements at sizes three rows apart."""
-
-LATENCY_MEMORY = 0.95
-"""What is left of a measured latency's weight after the next."""
-
-HELD_UP = 1.5
-"""Where a window is faster by this factor, those before it were held up, by others' prompts say: all of them together
-count as one from then on. Plain decoding must not look slower than it is."""
-
-NEW_SHARE = 0.25
-"""Of a new measurement in a running mean."""
-
-MAX_JUMP = 3.0
-"""A measurement counts as at most so many times what was expected: a hiccup is not a trend."""
-
-CLOCK_TICK_S = 1e-4
-"""No latency is shorter: some clocks stand still for a while."""
-
 QUEUED = 1.15
 """A window whose answer took so much longer than in an idle ring has waited behind another."""
 
 ENOUGH = 0.98
 """Of the best rate; see above."""
+
+ENOUGH_IN_COMPANY = 0.92
+"""The same on a shared ring, where the model of cost is off by a tenth, as windows happen to meet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,64 +118,24 @@ class _Drafts:
     """The chance of the last one, where those before it are right."""
 
 
-class Latency:
-    """Seconds through an idle ring by rows: a straight line through what was measured, the newest counting most.
-
-    Least squares, with a little weight on a slope of `PRIOR_SLOPE`: one size alone tells nothing of it.
-    """
-
-    def __init__(self) -> None:
-        self._weight = 0.0
-        self._rows = self._seconds = 0.0
-        """Weighted means, and sums of products of what differs from them."""
-        self._rows_rows = self._rows_seconds = 0.0
-
-    @property
-    def measured(self) -> bool:
-        return self._weight > 0.0
-
-    def add(self, rows: int, seconds: float) -> None:
-        memory = LATENCY_MEMORY
-        if self.measured:
-            seconds = min(seconds, MAX_JUMP * self.at(rows))
-            if HELD_UP * seconds < self.at(rows):
-                memory = min(memory, 1.0 / self._weight)
-        old = self._weight * memory
-        self._weight = old + 1.0
-        far, late = rows - self._rows, max(seconds, CLOCK_TICK_S) - self._seconds
-        self._rows += far / self._weight
-        self._seconds += late / self._weight
-        self._rows_rows = self._rows_rows * memory + old / self._weight * far * far
-        self._rows_seconds = self._rows_seconds * memory + old / self._weight * far * late
-
-    def at(self, rows: float) -> float:
-        """Without any measurement: in units of one row's."""
-        if not self.measured:
-            return 1.0 + PRIOR_SLOPE * (rows - 1)
-        prior = PRIOR_SLOPE * self._seconds
-        slope = (self._rows_seconds + SLOPE_WEIGHT * prior) / (self._rows_rows + SLOPE_WEIGHT)
-        return max(self._seconds + max(0.0, slope) * (rows - self._rows), 0.25 * self._seconds)
-
-
 class Pace:
-    def __init__(self, settings: Speculation, stages: int, window: int, holds_stage: bool = True) -> None:
-        """`window`: windows in flight that the session allows; `holds_stage`: so does the draft model's device."""
+    def __init__(
+        self, settings: Speculation, stages: int, window: int, holds_stage: bool = True, times: Times | None = None
+    ) -> None:
+        """`window`: windows in flight that the session allows; `holds_stage`: so does the draft model's device;
+        `times`: what is known of the ring."""
         self._settings = settings
         self._window = window
         self._company = Company()
-        self._counts = {source: (chance * PRIOR_WEIGHT, PRIOR_WEIGHT) for source, chance in PRIOR_CHANCE.items()}
-        """Source to the weights of accepted and of judged tokens."""
-        self._token_s: float | None = None
-        """To draft one token with the model."""
-        self.measure_anew(stages, holds_stage)
+        self.measure_anew(stages, holds_stage, times)
+        self._acceptance = Acceptance(MEMORY, self._times.acceptance.chances())
 
-    def measure_anew(self, stages: int, holds_stage: bool) -> None:
-        """Another ring: its times are not known yet; how good drafts are stays known."""
+    def measure_anew(self, stages: int, holds_stage: bool, times: Times | None = None) -> None:
+        """Another ring, with its own times; how good drafts are stays known."""
         self._stages = max(1, stages)
         self._holds_stage = holds_stage
-        self._latency = Latency()
-        self._windows = 0
-        self._measured_share: float | None = None
+        self._times = times or Times()
+        self._latency = self._times.latency
         self._answered_at = 0.0
         self._disturbed = False
         """The next answer waits for windows that were lost."""
@@ -215,17 +147,34 @@ class Pace:
 
     @property
     def model_measured(self) -> bool:
-        return self._token_s is not None
+        return self._times.token_s is not None
 
     @property
     def promising(self) -> bool:
-        """It may be tried: the model would pay if it were a standard error better than found, or as good as assumed."""
+        """It may be tried: the model would pay if it were as good as assumed and, alone on the ring, a standard error
+        better than found."""
         if self._settings.fixed_k is not None:
             return True
-        chance, (_, judged) = self.chance(MODEL), self._counts[MODEL]
-        hoped = chance + math.sqrt(chance * (1.0 - chance) / judged)
-        chances = [max(chance, min(hoped, PRIOR_CHANCE[MODEL]))] * self._settings.max_k
-        return max(choice.rate for choice in self._drafting_choices(chances, drafted=False)) > self._plain_rate
+        chance = self.chance(MODEL)
+        if not self._company.others:
+            chance = max(chance, min(chance + self._acceptance.error(MODEL), PRIOR_CHANCE[MODEL]))
+        chances = [chance] * self._settings.max_k
+        best = max(choice.rate for choice in self._drafting_choices(chances, drafted=False))
+        return self._enough * best > self._plain_rate
+
+    @property
+    def _enough(self) -> float:
+        return ENOUGH_IN_COMPANY if self._company.others else ENOUGH
+
+    @property
+    def _crowding(self) -> float:
+        """How many times longer work takes beside that of others."""
+        return 1.0 + self._company.others * min(1.0 / self._stages, self._step_share) / 4.0
+
+    @property
+    def _assumed_token_s(self) -> float:
+        token_s = self._times.token_s
+        return PRIOR_TOKEN * self._latency.at(1) if token_s is None else token_s
 
     @property
     def _plain_rate(self) -> float:
@@ -234,8 +183,8 @@ class Pace:
     @property
     def _step_share(self) -> float:
         """The step in parts of the latency of as many rows: until it is measured, what the links leave of it."""
-        if self._measured_share is not None:
-            return self._measured_share
+        if self._times.step_share is not None:
+            return self._times.step_share
         whole = self._latency.at(1) if self._latency.measured else 0.0
         links = min(self._company.transit_s / whole, MAX_TRANSIT) if whole else 0.0
         return (1.0 - links) / self._stages
@@ -248,25 +197,20 @@ class Pace:
 
     def judged(self, source: int, accepted: bool) -> None:
         """A draft of `source` was compared with what the target drew."""
-        right, all_ = self._counts[source]
-        self._counts[source] = (right * MEMORY + accepted, all_ * MEMORY + 1.0)
+        self._acceptance.judged(source, accepted)
+        self._times.acceptance.judged(source, accepted)
 
     def new_text(self) -> None:
         """How good the model was counts for no more than what is assumed of any."""
-        right, all_ = self._counts[MODEL]
-        share = min(1.0, PRIOR_WEIGHT / all_)
-        self._counts[MODEL] = right * share, all_ * share
+        self._acceptance.fade(MODEL)
 
     def chance(self, source: int) -> float:
         """That a draft of `source` is the target's token."""
-        right, all_ = self._counts[source]
-        return min(MAX_CHANCE, right / all_)
+        return self._acceptance.chance(source)
 
     def drafted(self, tokens: int, seconds: float) -> None:
         """The model drafted `tokens` in `seconds`, with nothing in flight that may have shared its device."""
-        each = seconds / tokens
-        usual = each if self._token_s is None else self._token_s
-        self._token_s = usual + NEW_SHARE * (min(each, MAX_JUMP * usual) - usual)
+        self._times.drafted(seconds / tokens / self._crowding)
 
     def answered(self, rows: int, sent_at: float, now: float, drafting: bool) -> None:
         """A window came back; `drafting`: meanwhile the model drafted, so that its trip is not that of an idle ring."""
@@ -276,11 +220,10 @@ class Pace:
         if not self._disturbed and not queued and not drafting:
             self._latency.add(rows, trip)
         if not self._disturbed and behind and self._latency.measured and (queued or since < self._step_share * usual):
-            share = self._step_share
-            self._measured_share = share + NEW_SHARE * (min(1.0, since / usual) - share)
+            self._times.stepped(since / usual, self._step_share)
         self._disturbed = False
         self._answered_at = now
-        self._windows += 1
+        self._times.windows += 1
 
     def lost(self, windows: int) -> None:
         """So many windows in flight turned out useless: the next one may have to wait for them."""
@@ -292,12 +235,12 @@ class Pace:
         """For drafts from these sources, one for each token that can be drafted; `drafted`: they are there already."""
         candidates = list(self._candidates([self.chance(source) for source in sources], drafted))
         best = max(choice.rate for choice in candidates)
-        return next(choice for choice in candidates if choice.rate >= ENOUGH * best)
+        return next(choice for choice in candidates if choice.rate >= self._enough * best)
 
     def _candidates(self, chances: Sequence[float], drafted: bool) -> Iterator[Choice]:
         """Allowed choices, smallest first; `k` runs over the first so many of `chances`."""
         fixed = self._settings.fixed_k
-        known = self._windows >= PLAIN_WINDOWS and (drafted or (self._latency.measured and self.model_measured))
+        known = self._times.windows >= PLAIN_WINDOWS and (drafted or (self._latency.measured and self.model_measured))
         drafting = bool(chances) and (known or fixed is not None)
         if not drafting or fixed is None:
             yield Choice(0, 1, self._plain_rate)
@@ -305,8 +248,7 @@ class Pace:
             yield from self._drafting_choices(chances, drafted)
 
     def _drafting_choices(self, chances: Sequence[float], drafted: bool) -> Iterator[Choice]:
-        fixed = self._settings.fixed_k
-        token_s = PRIOR_TOKEN * self._latency.at(1) if self._token_s is None else self._token_s
+        fixed, token_s = self._settings.fixed_k, self._assumed_token_s
         tokens, whole = 1.0, 1.0
         most = min(len(chances), fixed or self._settings.max_k)
         for k, last in enumerate(chances[:most], 1):
@@ -335,12 +277,14 @@ class Pace:
 
     def _drafted_rate(self, drafts: _Drafts, depth: int, token_s: float) -> float:
         """Tokens per second with drafts that the model makes, in so many seconds each: every window for itself."""
+        others, stages = self._company.others, self._stages
         draft, latency = drafts.k * token_s, self._latency.at(drafts.k + 1)
-        step = self._step_share * latency
+        step, alone = self._step_share * latency, draft + latency
         shared = draft if self._holds_stage else 0.0
-        busy = self._company.others * step * (1.0 + shared / (draft + latency))
-        trip = draft + latency + busy
-        return self._rate(drafts, depth, trip, step, max(step + busy + shared, draft, trip / depth))
+        work = shared + min(stages * step, latency)
+        trip = alone + others * work * work / (2.0 * stages * alone)
+        device = (others + 1) * step + max(1.0, (others + 1) / stages) * shared
+        return self._rate(drafts, depth, trip, step, max(device, draft, trip / depth))
 
     def _rate(self, drafts: _Drafts, depth: int, trip: float, step: float, interval: float) -> float:
         """`trip`: seconds from one window to the next, one at a time; `interval`: with `depth` of them in flight."""
