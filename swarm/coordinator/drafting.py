@@ -23,11 +23,8 @@ PROBE_TOKENS = 1
 """Asked of the model where its speed is to be measured."""
 
 PROBE_AFTER = 6
-"""Tokens without the draft model until it is tried again, as long as it may pay."""
-
-PROBE_AFTER_MOST = 24
-"""The gap doubles up to this: a try breaks the step that sessions without drafts keep, and it is found soon enough that
-a text has become easy."""
+"""Tokens without the draft model until it is tried again, as long as it may pay. It reads what it missed; to try it
+seldom would cost no less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +120,6 @@ class Drafting:
         """Length of the log at which the draft model expects the end."""
         self._read = 0
         """Length of the log that the draft model has read."""
-        self._probe_after = PROBE_AFTER
         self.waiting = False
         """The next window waits for the draft model."""
 
@@ -140,7 +136,7 @@ class Drafting:
         self._stop_tokens = turn.stop_tokens
         self._model = self._settings.enabled and self._settings.model and turn.draft_model
         self._warm = self._warming = False
-        self._read, self._probe_after, self._dry_at = 0, PROBE_AFTER, None
+        self._read, self._dry_at = 0, None
         self._pace.new_text()
         self.clear(kept)
         self._remember(log.ids(kept, len(log)))
@@ -237,10 +233,8 @@ class Drafting:
         if in_flight and (choice.k == 0 or in_flight >= choice.depth):
             return WAIT
         if choice.k and not guesses:
-            self._probe_after = PROBE_AFTER
             return self._ask(len(log), choice.k, in_flight)
         if not in_flight and guesses is not left and self._probe_is_due(log):
-            self._probe_after = min(2 * self._probe_after, PROBE_AFTER_MOST)
             return self._ask(len(log), min(count, PROBE_TOKENS), in_flight)
         warm_up = self._warm_up(len(log))
         self._guess(log, guesses)
@@ -274,7 +268,7 @@ class Drafting:
         able = self._model and self._warm and self._dry_at != len(log)
         if not able or self._settings.fixed_k is not None or self._pace.plain_s is None:
             return False
-        due = not self._pace.model_measured or len(log) - self._read >= self._probe_after
+        due = not self._pace.model_measured or len(log) - self._read >= PROBE_AFTER
         return due and self._pace.promising
 
     def _warm_up(self, position: int) -> int:
