@@ -215,8 +215,10 @@ class Pace:
         self._acceptance.fade(MODEL)
 
     def chance(self, source: int) -> float:
-        """That a draft of `source` is the target's token."""
-        return self._acceptance.chance(source)
+        """That a draft of `source` is the target's token. In company, where changes of mind disturb others, what other
+        texts say counts as much as this one."""
+        own = self._acceptance.chance(source)
+        return (own + self._times.acceptance.chance(source)) / 2.0 if self._company.others else own
 
     def drafted(self, tokens: int, seconds: float) -> None:
         """The model drafted `tokens` in `seconds`, with nothing in flight that may have shared its device."""

@@ -26,8 +26,8 @@ RING_MEMORY = 0.995
 MAX_CHANCE = 0.985
 """However often it was right so far, a draft is wrong some day."""
 
-PRIOR_SLOPE = 0.08
-"""Of the latency, for each row more than two; measured with the 1.5B model on one core."""
+PRIOR_SLOPE = 0.04
+"""Of the latency, for each row more than two: `bench.costs`, the 1.5B model in 1 to 4 stages."""
 
 SLOPE_WEIGHT = 4.0
 """As much as two measurements at sizes three rows apart."""
