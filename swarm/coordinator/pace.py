@@ -74,10 +74,6 @@ MEMORY = 0.94
 QUEUED = 1.15
 """A window whose answer took so much longer than in an idle ring has waited behind another."""
 
-HOPE = 2.0
-"""Standard errors that a model may be better than found: the first words of a text are often harder than the rest. Only
-alone, where a try costs a few per cent of a token; in company it breaks the others' step."""
-
 ENOUGH = 0.98
 """Of the best rate; see above."""
 
@@ -162,12 +158,13 @@ class Pace:
 
     @property
     def promising(self) -> bool:
-        """It may be tried: the model would pay if it were, alone on the ring, as good as it may yet turn out."""
+        """It may be tried: the model would pay if it were as good as assumed and, alone on the ring, a standard error
+        better than found. In company a try breaks the others' step."""
         if self._settings.fixed_k is not None:
             return True
         chance = self.chance(MODEL)
         if not self._company.others:
-            chance = max(chance, min(chance + HOPE * self._acceptance.error(MODEL), PRIOR_CHANCE[MODEL]))
+            chance = max(chance, min(chance + self._acceptance.error(MODEL), PRIOR_CHANCE[MODEL]))
         chances = [chance] * self._settings.max_k
         best = max(choice.rate for choice in self._drafting_choices(chances, drafted=False))
         return self._enough * best > self._plain_rate
