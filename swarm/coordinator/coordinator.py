@@ -161,6 +161,7 @@ class Coordinator:
     def set_drafter(self, drafter: Drafter | None) -> None:
         """The draft model of the swarm's model is there, or not any more; counts from the next answer on."""
         self._drafter = drafter
+        self._memory.new_draft()
 
     def stats(self) -> CoordinatorStats:
         return CoordinatorStats(

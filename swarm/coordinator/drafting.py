@@ -234,7 +234,7 @@ class Drafting:
             return WAIT
         if choice.k and not guesses:
             return self._ask(len(log), choice.k, in_flight)
-        if not in_flight and guesses is not left and self._probe_is_due(log):
+        if not in_flight and guesses is not left and self._probe_is_due(log, copying=choice.k > 0):
             return self._ask(len(log), min(count, PROBE_TOKENS), in_flight)
         warm_up = self._warm_up(len(log))
         self._guess(log, guesses)
@@ -263,12 +263,15 @@ class Drafting:
         choice = self._pace.choose([MODEL] * count, drafted=False) if left or able else None
         return choice if choice is not None and choice.k else None
 
-    def _probe_is_due(self, log: TokenLog) -> bool:
-        """Its speed is measured with nothing else running: on one PC the ring and the draft model share a device."""
+    def _probe_is_due(self, log: TokenLog, *, copying: bool) -> bool:
+        """Its speed is measured with nothing else running: on one PC the ring and the draft model share a device.
+
+        And while it has little to read: whole windows of copied tokens are not the time for it.
+        """
         able = self._model and self._warm and self._dry_at != len(log)
         if not able or self._settings.fixed_k is not None or self._pace.plain_s is None:
             return False
-        due = not self._pace.model_measured or len(log) - self._read >= PROBE_AFTER
+        due = len(log) - self._read >= PROBE_AFTER if self._pace.model_measured else not copying
         return due and self._pace.promising
 
     def _warm_up(self, position: int) -> int:

@@ -142,6 +142,10 @@ class Times:
         """Answers that were heard."""
         self.step_share: float | None = None
         """The step in parts of the latency of as many rows; None until it is measured."""
+        self.new_draft()
+
+    def new_draft(self) -> None:
+        """Another draft model, of which nothing is known yet."""
         self.token_s: float | None = None
         """To draft one token with the model; None until it is measured."""
         self.acceptance = Acceptance(RING_MEMORY, PRIOR_CHANCE)
@@ -171,3 +175,8 @@ class Memory:
         while len(self._rings) > MAX_RINGS:
             del self._rings[next(iter(self._rings))]
         return times
+
+    def new_draft(self) -> None:
+        """Another draft model, or the same one again."""
+        for times in self._rings.values():
+            times.new_draft()

@@ -159,3 +159,18 @@ def test_sessions_on_one_ring_share_its_times_and_old_rings_are_forgotten() -> N
     for number in range(2, MAX_RINGS + 2):
         memory.of(ring(number))
     assert memory.of(ring(0)) is not first
+
+
+def test_another_draft_model_is_measured_anew_and_the_ring_stays_known() -> None:
+    memory = Memory()
+    times = memory.of(ring(0))
+    times.latency.add(2, 0.1)
+    times.drafted(0.02)
+    for _ in range(100):
+        times.acceptance.judged(MODEL, False)
+    memory.new_draft()
+    assert times.token_s is None
+    assert times.acceptance.chance(MODEL) == PRIOR_CHANCE[MODEL]
+    assert times.latency.measured
+    times.drafted(0.05)
+    assert times.token_s == pytest.approx(0.05)
