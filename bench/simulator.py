@@ -36,6 +36,7 @@ from swarm.coordinator.events import (
 )
 from swarm.coordinator.pace import Company, Speculation
 from swarm.coordinator.session import Counters, Session, SessionLimits
+from swarm.coordinator.times import Memory
 from swarm.engine.base import Engine, Output
 from swarm.protocol.errors import CapacityError, SessionError
 from swarm.protocol.ids import BlobId, Epoch, NodeId, SessionId
@@ -291,6 +292,7 @@ class Ring:
         self.world = world
         self.count = len(engines)
         self.cores = [Core(world) for _ in engines]
+        self.memories = [Memory() for _ in engines]
         self.drafts = [SimulatedDraft(world, core, draft.make(), draft.costs) for core in self.cores] if draft else []
         self.stages = [SimulatedStage(self, i, *pair) for i, pair in enumerate(zip(engines, costs, strict=True))]
         nodes = [NodeId(f"{index:032x}") for index in range(len(engines))]
@@ -348,7 +350,9 @@ class Conversation:
         name = SessionId(f"{node[:8]}-{number:x}-00000000")
         self.user = user
         self.answer = Answer()
-        self.session = Session(name, node, ring.plan, user.limits, Counters(), user.speculation)
+        self.session = Session(
+            name, node, ring.plan, user.limits, Counters(), user.speculation, ring.memories[user.home]
+        )
         self.over = False
         self.running = False
         self._ring = ring

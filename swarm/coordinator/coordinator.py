@@ -32,6 +32,7 @@ from swarm.coordinator.session import (
     prompt_too_long,
 )
 from swarm.coordinator.stops import StopMatcher
+from swarm.coordinator.times import Memory
 from swarm.coordinator.turn import Turn
 from swarm.protocol import limits
 from swarm.protocol.errors import CapacityError, SessionError, SwarmError, UsageError
@@ -100,6 +101,7 @@ class Coordinator:
         self._idle = IdlePool(self._limits.idle)
         self._histories = Histories(self._limits.idle.seconds)
         self._counters = Counters()
+        self._memory = Memory()
         self._meter = TokenMeter()
         self._adoptions = Adoptions(ring)
         self._admission = Admission()
@@ -159,6 +161,7 @@ class Coordinator:
     def set_drafter(self, drafter: Drafter | None) -> None:
         """The draft model of the swarm's model is there, or not any more; counts from the next answer on."""
         self._drafter = drafter
+        self._memory.new_draft()
 
     def stats(self) -> CoordinatorStats:
         return CoordinatorStats(
@@ -295,7 +298,9 @@ class Coordinator:
         self._sessions += 1
         name = SessionId(f"{self._ring.node[:8]}-{self._sessions:x}-{secrets.token_hex(4)}")
         settings = self._limits
-        return Session(name, self._ring.node, self._place(), settings.session, self._counters, settings.speculation)
+        return Session(
+            name, self._ring.node, self._place(), settings.session, self._counters, settings.speculation, self._memory
+        )
 
     def _place(self) -> Plan:
         """The plan's ring for one more session; it stays there while the ring lasts."""

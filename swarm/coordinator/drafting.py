@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 from swarm.coordinator.events import Begin, Drafted
 from swarm.coordinator.ngram import MAX_MATCH, NgramIndex
-from swarm.coordinator.pace import MODEL, Choice, Company, Pace, Speculation
+from swarm.coordinator.pace import Choice, Company, Pace, Speculation
 from swarm.coordinator.requests import SpeculationUsage
+from swarm.coordinator.times import MODEL, Times
 from swarm.coordinator.token_log import TokenLog
 
 PROBE_TOKENS = 1
@@ -95,11 +96,13 @@ class Tally:
 class Drafting:
     """One for each session. It hears of every change of the log's certain part and of its drafted tail."""
 
-    def __init__(self, settings: Speculation, stages: int, window: int, holds_stage: bool = True) -> None:
+    def __init__(
+        self, settings: Speculation, stages: int, window: int, holds_stage: bool = True, times: Times | None = None
+    ) -> None:
         """As `Pace` has it."""
         self._settings = settings
         self._window = window
-        self._pace = Pace(settings, stages, window, holds_stage)
+        self._pace = Pace(settings, stages, window, holds_stage, times)
         self._index = NgramIndex()
         self._guesses: deque[Guess] = deque()
         self._stop_tokens: frozenset[int] = frozenset()
@@ -115,8 +118,8 @@ class Drafting:
         self._drafted_at = 0.0
         self._dry_at: int | None = None
         """Length of the log at which the draft model expects the end."""
-        self._unused = 0
-        """Tokens since the draft model last answered."""
+        self._read = 0
+        """Length of the log that the draft model has read."""
         self.waiting = False
         """The next window waits for the draft model."""
 
@@ -133,14 +136,14 @@ class Drafting:
         self._stop_tokens = turn.stop_tokens
         self._model = self._settings.enabled and self._settings.model and turn.draft_model
         self._warm = self._warming = False
-        self._unused, self._dry_at = 0, None
+        self._read, self._dry_at = 0, None
         self._pace.new_text()
         self.clear(kept)
         self._remember(log.ids(kept, len(log)))
 
-    def new_ring(self, stages: int, holds_stage: bool) -> None:
+    def new_ring(self, stages: int, holds_stage: bool, times: Times | None = None) -> None:
         """Whatever was measured of the old one tells nothing; how good drafts are, it does."""
-        self._pace.measure_anew(stages, holds_stage)
+        self._pace.measure_anew(stages, holds_stage, times)
 
     def share(self, company: Company) -> None:
         """Who runs on the ring beside this session."""
@@ -165,7 +168,6 @@ class Drafting:
         if not (drafted and right):
             self._index.truncate(position)
             self._remember((token,))
-        self._unused += 1
         self._tally.emitted(now)
 
     def answered(self, rows: int, sent_at: float, now: float) -> None:
@@ -182,14 +184,14 @@ class Drafting:
         """The draft model answered; `current`: in this attempt. A late answer is compared with what was drawn since."""
         warm, self._warm, self._warming = self._warm, True, False
         self._drafted_at = now
+        up_to_date, self._read = answer.start - self._read < PROBE_AFTER, answer.start
         if not current or answer.start != self._asked:
             return
-        up_to_date, self._unused = self._unused < PROBE_AFTER, 0
         self._asked, self.waiting = None, False
         if not answer.tokens:
             self._model = False
             return
-        if warm and not self._asked_in_flight and (up_to_date or not self._pace.model_measured):
+        if warm and not self._asked_in_flight and up_to_date:
             self._pace.drafted(len(answer.tokens), answer.seconds)
         tokens = self._before_stop(answer.tokens)
         for position, token in enumerate(tokens[: len(log) - answer.start], answer.start):
@@ -232,7 +234,7 @@ class Drafting:
             return WAIT
         if choice.k and not guesses:
             return self._ask(len(log), choice.k, in_flight)
-        if not in_flight and guesses is not left and self._probe_is_due(log):
+        if not in_flight and guesses is not left and self._probe_is_due(log, copying=choice.k > 0):
             return self._ask(len(log), min(count, PROBE_TOKENS), in_flight)
         warm_up = self._warm_up(len(log))
         self._guess(log, guesses)
@@ -256,16 +258,20 @@ class Drafting:
 
         What is left of its drafts is used before it is asked again, be it less than is best.
         """
-        able = self._model and not self._warming and self._dry_at != len(log)
+        ready = self._warm or self._settings.fixed_k is not None
+        able = self._model and ready and not self._warming and self._dry_at != len(log)
         choice = self._pace.choose([MODEL] * count, drafted=False) if left or able else None
         return choice if choice is not None and choice.k else None
 
-    def _probe_is_due(self, log: TokenLog) -> bool:
-        """Its speed is measured with nothing else running: on one PC the ring and the draft model share a device."""
+    def _probe_is_due(self, log: TokenLog, *, copying: bool) -> bool:
+        """Its speed is measured with nothing else running: on one PC the ring and the draft model share a device.
+
+        And while it has little to read: whole windows of copied tokens are not the time for it.
+        """
         able = self._model and self._warm and self._dry_at != len(log)
         if not able or self._settings.fixed_k is not None or self._pace.plain_s is None:
             return False
-        due = not self._pace.model_measured or self._unused >= PROBE_AFTER
+        due = len(log) - self._read >= PROBE_AFTER if self._pace.model_measured else not copying
         return due and self._pace.promising
 
     def _warm_up(self, position: int) -> int:

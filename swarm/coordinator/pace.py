@@ -4,11 +4,14 @@ The model of cost. A window with k drafted tokens is k + 1 rows, and c_i is the 
 where those before it are. What is measured:
 
 - c: for each source of drafts, how many were accepted of those that were compared, the newest counting most.
-- L(r): latency, seconds from sending r rows into an idle ring to their tokens; a line through the trips of the windows.
+- L(r): latency, seconds from sending r rows into an idle ring to their tokens; a line through the trips of the windows,
+  from two rows on: a row alone is padded.
 - s: the step, seconds between the answers to windows that follow one another closely, which is what the busiest stage
   takes: where they were queued, and where answers come closer than was believed. Until it is measured, what links leave
   of L, divided by the stages.
 - t: seconds to draft one token with nothing in flight. 0 for n-gram.
+
+L, s and t belong to the ring and are shared by its sessions (`times`); c begins with what other texts gave.
 
 One window at a time brings E(k) = 1 + c_1 + c_1 c_2 + … tokens and takes k t + L(k+1). For equal chances a, E(k) is
 (1 - a^(k+1)) / (1 - a) (Leviathan et al. 2023, section 3).
@@ -26,24 +29,29 @@ device holds a stage does the work of both for each window, s + k t; on a device
 The ring is shared by U sessions on N stages, and each choice is rated as if all of them made it: what is good for one
 alone is then never bad for all. Sessions that draft nothing, or that copy, keep step: a stage runs m = max(1, U/N) of
 them in one forward, so that k rows more cost k m rows: L(1 + k m) stands for L(k+1), and s U/m for s between windows.
-Windows that a model drafts come at their own times. They share no forward, and where the draft model's device holds a
-stage, each is in the way of the other: on the average a window waits for one step of each other session, and once more
-for the share of the time that goes into drafting (the balanced job bounds of Zahorjan et al. 1982, for two kinds of
-work)::
+Windows that a model drafts come at their own times. Each does ``work`` on the devices of the ring, N s and, where the
+draft model's device holds a stage, k t; for the rest of ``alone = k t + L`` it is on links. On the average a window
+meets each of the others once on its way, if that one is at a device just then; work that takes always the same time is
+then half done (Pollaczek and Khinchine; the balanced job bounds of Zahorjan et al. 1982 with half the wait)::
 
-    busy = (U - 1) s (1 + k t / (k t + L))
+    busy = (U - 1) work² / (2 N alone)
 
-is added to L, and to s. So a model drafts where stages would stand idle, and hardly where U >= N keeps them busy.
+is added to a window's time, and with several in flight no device does more than U s + k t max(1, U/N) for each.
+For 1 to 4 stages, 2 to 8 users, links of 0 and 50 ms it comes to 0.96 of a simulated cycle in the mean, with a standard
+deviation of 0.09, as windows happen to meet. What is measured in company is longer too: t is divided by
+``1 + (U - 1) / 4N``.
 
-The choice is the smallest setting whose rate is within 2% of the best: rows that bring nothing are taken from others.
-Plain decoding is k = 0. The first windows of a session are plain: they measure what drafting has to beat.
+The choice is the smallest setting whose rate is within 2% of the best, in company within 8%: rows that bring nothing
+are taken from others, and a window out of step holds them up. Plain decoding is k = 0. The first windows on a ring that
+nobody has measured are plain: they measure what drafting has to beat.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+from swarm.coordinator.times import MODEL, PRIOR_CHANCE, Acceptance, Times
 
 MAX_K = 10
 """Drafted tokens in a window."""
@@ -51,55 +59,26 @@ MAX_K = 10
 DEPTHS = (1, 2, 4, 8)
 """Windows in flight that are considered, up to two for each stage."""
 
-MODEL = 0
-"""The source that is the draft model. Others are n-gram matches, by their length in tokens (`ngram.Match`)."""
-
 PLAIN_WINDOWS = 2
-"""Measured before anything is drafted."""
+"""Measured before anything is drafted, where the ring is not known from other sessions."""
 
 MAX_TRANSIT = 0.95
 """Of a latency, what links may take of it: stages take something."""
 
-PRIOR_CHANCE = {MODEL: 0.65, 2: 0.3, 3: 0.45, 4: 0.55, 5: 0.65, 6: 0.7, 7: 0.75, 8: 0.8}
-"""Assumed acceptance. It counts as much as `PRIOR_WEIGHT` judged tokens, and fades as they do."""
-
-PRIOR_WEIGHT = 4.0
 PRIOR_TOKEN = 0.15
 """Of the latency of a row: what the model is assumed to take for a token before it is measured."""
 
 MEMORY = 0.94
 """What is left of a judged token's weight after the next: about 16 tokens are remembered."""
 
-MAX_CHANCE = 0.985
-"""However often it was right so far, a draft is wrong some day."""
-
-PRIOR_SLOPE = 0.04
-"""Of the latency, for each row more."""
-
-SLOPE_WEIGHT = 4.0
-"""As much as two measurements at sizes three rows apart."""
-
-LATENCY_MEMORY = 0.95
-"""What is left of a measured latency's weight after the next."""
-
-HELD_UP = 1.5
-"""Where a window is faster by this factor, those before it were held up, by others' prompts say: all of them together
-count as one from then on. Plain decoding must not look slower than it is."""
-
-NEW_SHARE = 0.25
-"""Of a new measurement in a running mean."""
-
-MAX_JUMP = 3.0
-"""A measurement counts as at most so many times what was expected: a hiccup is not a trend."""
-
-CLOCK_TICK_S = 1e-4
-"""No latency is shorter: some clocks stand still for a while."""
-
 QUEUED = 1.15
 """A window whose answer took so much longer than in an idle ring has waited behind another."""
 
 ENOUGH = 0.98
 """Of the best rate; see above."""
+
+ENOUGH_IN_COMPANY = 0.92
+"""The same on a shared ring, where the model of cost is off by a tenth, as windows happen to meet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,64 +125,24 @@ class _Drafts:
     """The chance of the last one, where those before it are right."""
 
 
-class Latency:
-    """Seconds through an idle ring by rows: a straight line through what was measured, the newest counting most.
-
-    Least squares, with a little weight on a slope of `PRIOR_SLOPE`: one size alone tells nothing of it.
-    """
-
-    def __init__(self) -> None:
-        self._weight = 0.0
-        self._rows = self._seconds = 0.0
-        """Weighted means, and sums of products of what differs from them."""
-        self._rows_rows = self._rows_seconds = 0.0
-
-    @property
-    def measured(self) -> bool:
-        return self._weight > 0.0
-
-    def add(self, rows: int, seconds: float) -> None:
-        memory = LATENCY_MEMORY
-        if self.measured:
-            seconds = min(seconds, MAX_JUMP * self.at(rows))
-            if HELD_UP * seconds < self.at(rows):
-                memory = min(memory, 1.0 / self._weight)
-        old = self._weight * memory
-        self._weight = old + 1.0
-        far, late = rows - self._rows, max(seconds, CLOCK_TICK_S) - self._seconds
-        self._rows += far / self._weight
-        self._seconds += late / self._weight
-        self._rows_rows = self._rows_rows * memory + old / self._weight * far * far
-        self._rows_seconds = self._rows_seconds * memory + old / self._weight * far * late
-
-    def at(self, rows: float) -> float:
-        """Without any measurement: in units of one row's."""
-        if not self.measured:
-            return 1.0 + PRIOR_SLOPE * (rows - 1)
-        prior = PRIOR_SLOPE * self._seconds
-        slope = (self._rows_seconds + SLOPE_WEIGHT * prior) / (self._rows_rows + SLOPE_WEIGHT)
-        return max(self._seconds + max(0.0, slope) * (rows - self._rows), 0.25 * self._seconds)
-
-
 class Pace:
-    def __init__(self, settings: Speculation, stages: int, window: int, holds_stage: bool = True) -> None:
-        """`window`: windows in flight that the session allows; `holds_stage`: so does the draft model's device."""
+    def __init__(
+        self, settings: Speculation, stages: int, window: int, holds_stage: bool = True, times: Times | None = None
+    ) -> None:
+        """`window`: windows in flight that the session allows; `holds_stage`: so does the draft model's device;
+        `times`: what is known of the ring."""
         self._settings = settings
         self._window = window
         self._company = Company()
-        self._counts = {source: (chance * PRIOR_WEIGHT, PRIOR_WEIGHT) for source, chance in PRIOR_CHANCE.items()}
-        """Source to the weights of accepted and of judged tokens."""
-        self._token_s: float | None = None
-        """To draft one token with the model."""
-        self.measure_anew(stages, holds_stage)
+        self.measure_anew(stages, holds_stage, times)
+        self._acceptance = Acceptance(MEMORY, self._times.acceptance.chances())
 
-    def measure_anew(self, stages: int, holds_stage: bool) -> None:
-        """Another ring: its times are not known yet; how good drafts are stays known."""
+    def measure_anew(self, stages: int, holds_stage: bool, times: Times | None = None) -> None:
+        """Another ring, with its own times; how good drafts are stays known."""
         self._stages = max(1, stages)
         self._holds_stage = holds_stage
-        self._latency = Latency()
-        self._windows = 0
-        self._measured_share: float | None = None
+        self._times = times or Times()
+        self._latency = self._times.latency
         self._answered_at = 0.0
         self._disturbed = False
         """The next answer waits for windows that were lost."""
@@ -215,17 +154,34 @@ class Pace:
 
     @property
     def model_measured(self) -> bool:
-        return self._token_s is not None
+        return self._times.token_s is not None
 
     @property
     def promising(self) -> bool:
-        """It may be tried: the model would pay if it were a standard error better than found, or as good as assumed."""
+        """It may be tried: the model would pay if it were as good as assumed and, alone on the ring, a standard error
+        better than found. In company a try breaks the others' step."""
         if self._settings.fixed_k is not None:
             return True
-        chance, (_, judged) = self.chance(MODEL), self._counts[MODEL]
-        hoped = chance + math.sqrt(chance * (1.0 - chance) / judged)
-        chances = [max(chance, min(hoped, PRIOR_CHANCE[MODEL]))] * self._settings.max_k
-        return max(choice.rate for choice in self._drafting_choices(chances, drafted=False)) > self._plain_rate
+        chance = self.chance(MODEL)
+        if not self._company.others:
+            chance = max(chance, min(chance + self._acceptance.error(MODEL), PRIOR_CHANCE[MODEL]))
+        chances = [chance] * self._settings.max_k
+        best = max(choice.rate for choice in self._drafting_choices(chances, drafted=False))
+        return self._enough * best > self._plain_rate
+
+    @property
+    def _enough(self) -> float:
+        return ENOUGH_IN_COMPANY if self._company.others else ENOUGH
+
+    @property
+    def _crowding(self) -> float:
+        """How many times longer a draft takes beside the work of others."""
+        return 1.0 + self._company.others * min(1.0 / self._stages, self._step_share) / 4.0
+
+    @property
+    def _assumed_token_s(self) -> float:
+        token_s = self._times.token_s
+        return PRIOR_TOKEN * self._latency.at(1) if token_s is None else token_s
 
     @property
     def _plain_rate(self) -> float:
@@ -234,8 +190,8 @@ class Pace:
     @property
     def _step_share(self) -> float:
         """The step in parts of the latency of as many rows: until it is measured, what the links leave of it."""
-        if self._measured_share is not None:
-            return self._measured_share
+        if self._times.step_share is not None:
+            return self._times.step_share
         whole = self._latency.at(1) if self._latency.measured else 0.0
         links = min(self._company.transit_s / whole, MAX_TRANSIT) if whole else 0.0
         return (1.0 - links) / self._stages
@@ -248,25 +204,22 @@ class Pace:
 
     def judged(self, source: int, accepted: bool) -> None:
         """A draft of `source` was compared with what the target drew."""
-        right, all_ = self._counts[source]
-        self._counts[source] = (right * MEMORY + accepted, all_ * MEMORY + 1.0)
+        self._acceptance.judged(source, accepted)
+        self._times.acceptance.judged(source, accepted)
 
     def new_text(self) -> None:
         """How good the model was counts for no more than what is assumed of any."""
-        right, all_ = self._counts[MODEL]
-        share = min(1.0, PRIOR_WEIGHT / all_)
-        self._counts[MODEL] = right * share, all_ * share
+        self._acceptance.fade(MODEL)
 
     def chance(self, source: int) -> float:
-        """That a draft of `source` is the target's token."""
-        right, all_ = self._counts[source]
-        return min(MAX_CHANCE, right / all_)
+        """That a draft of `source` is the target's token. In company, where changes of mind disturb others, what other
+        texts say counts as much as this one."""
+        own = self._acceptance.chance(source)
+        return (own + self._times.acceptance.chance(source)) / 2.0 if self._company.others else own
 
     def drafted(self, tokens: int, seconds: float) -> None:
         """The model drafted `tokens` in `seconds`, with nothing in flight that may have shared its device."""
-        each = seconds / tokens
-        usual = each if self._token_s is None else self._token_s
-        self._token_s = usual + NEW_SHARE * (min(each, MAX_JUMP * usual) - usual)
+        self._times.drafted(seconds / tokens / self._crowding)
 
     def answered(self, rows: int, sent_at: float, now: float, drafting: bool) -> None:
         """A window came back; `drafting`: meanwhile the model drafted, so that its trip is not that of an idle ring."""
@@ -276,11 +229,10 @@ class Pace:
         if not self._disturbed and not queued and not drafting:
             self._latency.add(rows, trip)
         if not self._disturbed and behind and self._latency.measured and (queued or since < self._step_share * usual):
-            share = self._step_share
-            self._measured_share = share + NEW_SHARE * (min(1.0, since / usual) - share)
+            self._times.stepped(since / usual, self._step_share)
         self._disturbed = False
         self._answered_at = now
-        self._windows += 1
+        self._times.windows += 1
 
     def lost(self, windows: int) -> None:
         """So many windows in flight turned out useless: the next one may have to wait for them."""
@@ -292,12 +244,12 @@ class Pace:
         """For drafts from these sources, one for each token that can be drafted; `drafted`: they are there already."""
         candidates = list(self._candidates([self.chance(source) for source in sources], drafted))
         best = max(choice.rate for choice in candidates)
-        return next(choice for choice in candidates if choice.rate >= ENOUGH * best)
+        return next(choice for choice in candidates if choice.rate >= self._enough * best)
 
     def _candidates(self, chances: Sequence[float], drafted: bool) -> Iterator[Choice]:
         """Allowed choices, smallest first; `k` runs over the first so many of `chances`."""
         fixed = self._settings.fixed_k
-        known = self._windows >= PLAIN_WINDOWS and (drafted or (self._latency.measured and self.model_measured))
+        known = self._times.windows >= PLAIN_WINDOWS and (drafted or (self._latency.measured and self.model_measured))
         drafting = bool(chances) and (known or fixed is not None)
         if not drafting or fixed is None:
             yield Choice(0, 1, self._plain_rate)
@@ -305,8 +257,7 @@ class Pace:
             yield from self._drafting_choices(chances, drafted)
 
     def _drafting_choices(self, chances: Sequence[float], drafted: bool) -> Iterator[Choice]:
-        fixed = self._settings.fixed_k
-        token_s = PRIOR_TOKEN * self._latency.at(1) if self._token_s is None else self._token_s
+        fixed, token_s = self._settings.fixed_k, self._assumed_token_s
         tokens, whole = 1.0, 1.0
         most = min(len(chances), fixed or self._settings.max_k)
         for k, last in enumerate(chances[:most], 1):
@@ -335,12 +286,14 @@ class Pace:
 
     def _drafted_rate(self, drafts: _Drafts, depth: int, token_s: float) -> float:
         """Tokens per second with drafts that the model makes, in so many seconds each: every window for itself."""
+        others, stages = self._company.others, self._stages
         draft, latency = drafts.k * token_s, self._latency.at(drafts.k + 1)
-        step = self._step_share * latency
+        step, alone = self._step_share * latency, draft + latency
         shared = draft if self._holds_stage else 0.0
-        busy = self._company.others * step * (1.0 + shared / (draft + latency))
-        trip = draft + latency + busy
-        return self._rate(drafts, depth, trip, step, max(step + busy + shared, draft, trip / depth))
+        work = shared + min(stages * step, latency)
+        trip = alone + others * work * work / (2.0 * stages * alone)
+        device = (others + 1) * step + max(1.0, (others + 1) / stages) * shared
+        return self._rate(drafts, depth, trip, step, max(device, draft, trip / depth))
 
     def _rate(self, drafts: _Drafts, depth: int, trip: float, step: float, interval: float) -> float:
         """`trip`: seconds from one window to the next, one at a time; `interval`: with `depth` of them in flight."""

@@ -49,6 +49,7 @@ from swarm.coordinator.events import (
 from swarm.coordinator.flights import Flight, Flights
 from swarm.coordinator.pace import Company, Speculation
 from swarm.coordinator.requests import FinishReason, SpeculationUsage
+from swarm.coordinator.times import Memory
 from swarm.coordinator.token_log import Piece, TokenLog
 from swarm.protocol.errors import CapacityError, SessionError, SwarmError
 from swarm.protocol.ids import NodeId, SessionId
@@ -116,8 +117,9 @@ class Session:
         limits: SessionLimits,
         counters: Counters,
         speculation: Speculation,
+        memory: Memory | None = None,
     ) -> None:
-        """`counters` may be shared by many sessions."""
+        """`counters` and `memory` may be shared by many sessions."""
         self.id = session
         self.node = node
         self.plan = plan
@@ -133,7 +135,9 @@ class Session:
         self._prompt_end = 0
         self._pieces: deque[Piece] = deque()
         self._flights = Flights()
-        self._drafting = Drafting(speculation, len(plan.stages), limits.window, self._holds_stage())
+        self._memory = memory or Memory()
+        times = self._memory.of(plan.stages)
+        self._drafting = Drafting(speculation, len(plan.stages), limits.window, self._holds_stage(), times)
         self._silent_tries = 0
         self._refusals = 0
         self._stuck_since: float | None = None
@@ -196,7 +200,7 @@ class Session:
             self.state = State.DONE
             return []
         self._silent_tries = self._refusals = 0
-        self._drafting.new_ring(len(plan.stages), self._holds_stage())
+        self._drafting.new_ring(len(plan.stages), self._holds_stage(), self._memory.of(plan.stages))
         if plan.stages and self._stuck_since is not None and now - self._stuck_since >= self.limits.wait_s:
             return self._fail(self._stuck())
         return self._replay(now)

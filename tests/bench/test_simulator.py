@@ -116,6 +116,15 @@ def test_the_same_world_gives_the_same_figures() -> None:
     assert once() == once()
 
 
+def test_the_next_session_drafts_as_soon_as_the_draft_model_has_read_its_prompt() -> None:
+    ring = Ring(World(), [timed_engine(True, True)], [flat(20.0)], NEAR, forgetful(flat(2.0), acceptance=0.9))
+    drafted = []
+    for _ in range(2):
+        (one,) = ring.ask([User(PROMPT, 8, speculation=Speculation(ngram=False))])
+        drafted.append(one.session.speculation.model_drafted)
+    assert drafted[1] > drafted[0]
+
+
 # --- the text ---------------------------------------------------------------------------------------------------------
 
 

@@ -214,11 +214,11 @@ def ask_and_err(bench: Bench, tokens: int) -> list[int]:
 def test_a_model_that_does_not_pay_is_tried_again_and_then_given_up_for_this_turn() -> None:
     bench = Bench(model=True, prompt=tuple(range(30)))
     bench.warm()
-    asked = ask_and_err(bench, 20 * PROBE_AFTER)
+    asked = ask_and_err(bench, 40 * PROBE_AFTER)
     gaps = [later - earlier for earlier, later in itertools.pairwise(asked)]
     assert PROBE_AFTER in gaps
     assert max(gaps) == PROBE_AFTER
-    assert asked[-1] < 10 * PROBE_AFTER
+    assert asked[-1] < 30 * PROBE_AFTER
     begin = Begin((), MODEL, 1000, draft_model=True)
     bench.drafting.begin(begin, bench.log, len(bench.log))
     assert ask_and_err(bench, 20), "another text, another try"
@@ -228,12 +228,12 @@ def test_what_the_model_has_missed_is_no_drafting_time() -> None:
     bench = Bench(model=True, prompt=tuple(range(30)))
     bench.warm()
     ask_and_err(bench, 2)
-    before = bench.drafting._pace._token_s
+    before = bench.drafting._pace._times.token_s
     bench.draw(*range(500, 500 + PROBE_AFTER))
     step = bench.next()
     assert step.ask
     bench.answer(len(bench.log), *[999] * step.ask, seconds=30.0)
-    assert bench.drafting._pace._token_s == before
+    assert bench.drafting._pace._times.token_s == before
 
 
 def test_a_new_turn_drafts_from_the_whole_conversation() -> None:

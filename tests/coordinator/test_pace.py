@@ -8,18 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.coordinator.pace import CLOCK_TICK_S, DEPTHS, MODEL, PLAIN_WINDOWS, Company, Latency, Pace, Speculation
-
-ROW_S = {1: 0.090, 2: 0.083, 4: 0.096, 8: 0.131}
-"""Measured: the 1.5B model on one core."""
+from swarm.coordinator.pace import DEPTHS, PLAIN_WINDOWS, Company, Pace, Speculation
+from swarm.coordinator.times import MODEL, Times
 
 
 def measured(stages: int = 1, *, one: float = 0.090, row: float = 0.006, settings: Speculation | None = None) -> Pace:
-    """A pace that knows its ring: `one` second for a row, `row` for each more."""
+    """A pace that knows its ring: `one` second for two rows and for one, `row` for each more."""
     pace = Pace(settings or Speculation(), stages, 8)
     now = 0.0
     for rows in (1, 1, 4, 1, 4):
-        pace.answered(rows, now, now + one + row * (rows - 1), drafting=False)
+        pace.answered(rows, now, now + one + row * max(0, rows - 2), drafting=False)
         now += 1.0
     return pace
 
@@ -27,66 +25,6 @@ def measured(stages: int = 1, *, one: float = 0.090, row: float = 0.006, setting
 def teach(pace: Pace, source: int, acceptance: float, tokens: int = 64) -> None:
     for i in range(tokens):
         pace.judged(source, (i * 37) % 100 < acceptance * 100)
-
-
-# --- latency ----------------------------------------------------------------------------------------------------------
-
-
-def test_latency_is_a_line_through_what_was_measured() -> None:
-    latency = Latency()
-    for _ in range(10):
-        for rows, seconds in ROW_S.items():
-            latency.add(rows, seconds)
-    for rows, seconds in ROW_S.items():
-        assert latency.at(rows) == pytest.approx(seconds, rel=0.1)
-
-
-def test_one_size_alone_tells_the_price_of_a_row_roughly() -> None:
-    latency = Latency()
-    assert not latency.measured
-    assert latency.at(4) > latency.at(1) == 1.0
-    latency.add(1, 0.1)
-    assert latency.at(1) == pytest.approx(0.1)
-    assert 0.1 < latency.at(2) < latency.at(8) < 0.2
-
-
-def test_a_hiccup_is_not_a_trend() -> None:
-    latency = Latency()
-    for _ in range(20):
-        latency.add(1, 0.1)
-    latency.add(1, 60.0)
-    assert latency.at(1) < 0.15
-
-
-def test_windows_that_were_held_up_are_soon_forgotten() -> None:
-    """The first windows of an answer often wait for the prompts of others."""
-    latency = Latency()
-    for seconds in (0.622, 0.622, 0.5, *[0.1] * 6):
-        latency.add(1, seconds)
-    assert latency.at(1) == pytest.approx(0.1, rel=0.2)
-
-
-def test_a_clock_that_stands_still_is_no_fast_ring() -> None:
-    latency = Latency()
-    for seconds in (0.015, 0.015, 0.0, 0.015, 0.015, 0.0, 0.015, 0.015):
-        latency.add(1, seconds)
-    assert 0.008 < latency.at(1) < 0.015
-
-
-def test_latency_follows_a_change() -> None:
-    latency = Latency()
-    for seconds in (0.1,) * 20 + (0.2,) * 32:
-        latency.add(1, seconds)
-    assert latency.at(1) == pytest.approx(0.2, rel=0.2)
-
-
-@given(st.lists(st.tuples(st.integers(1, 11), st.floats(0.0, 100.0)), min_size=1, max_size=40))
-def test_latency_is_never_nothing_and_more_rows_never_cost_less(found: list[tuple[int, float]]) -> None:
-    latency = Latency()
-    for rows, seconds in found:
-        latency.add(rows, seconds)
-    assert latency.at(1) >= CLOCK_TICK_S / 4
-    assert all(latency.at(rows) <= latency.at(rows + 1) for rows in range(1, 16))
 
 
 # --- what is chosen ---------------------------------------------------------------------------------------------------
@@ -98,6 +36,21 @@ def test_the_first_windows_are_plain() -> None:
         assert pace.choose([8] * 10).k == 0
         pace.answered(1, number, number + 0.1, drafting=False)
     assert pace.choose([8] * 10).k > 0
+
+
+def test_the_next_session_on_a_ring_begins_where_the_last_one_ended() -> None:
+    times = Times()
+    first = Pace(Speculation(), 1, 8, times=times)
+    for now in range(PLAIN_WINDOWS):
+        first.answered(1, now, now + 0.1, drafting=False)
+    first.drafted(1, 0.02)
+    teach(first, MODEL, 0.9, 400)
+    second = Pace(Speculation(), 1, 8, times=times)
+    assert second.choose([MODEL] * 10, drafted=False).k > 0
+    assert second.chance(MODEL) == pytest.approx(0.9, abs=0.03)
+    second.measure_anew(2, True)
+    assert second.choose([MODEL] * 10, drafted=False).k == 0, "another ring is another thing"
+    assert second.chance(MODEL) == pytest.approx(0.9, abs=0.03)
 
 
 def test_nothing_to_draft_is_plain_decoding() -> None:
@@ -113,7 +66,7 @@ def test_one_window_brings_what_the_closed_form_says(k: int) -> None:
     teach(pace, MODEL, 0.8)
     pace.drafted(1, 0.03)
     a = pace.chance(MODEL)
-    expected = (1 - a ** (k + 1)) / (1 - a) / (k * 0.03 + 0.090 + 0.006 * k)
+    expected = (1 - a ** (k + 1)) / (1 - a) / (k * 0.03 + 0.090 + 0.006 * (k - 1))
     assert pace.choose([MODEL] * 10, drafted=False).rate == pytest.approx(expected, rel=0.03)
 
 
@@ -207,6 +160,29 @@ def test_a_model_that_takes_next_to_nothing_and_is_nearly_always_right_pays_in_c
     pace.drafted(1, 0.001)
     pace.share(Company(1))
     assert pace.choose([MODEL] * 10, drafted=False).k > 0
+
+
+@pytest.mark.parametrize(("stages", "cycle_s"), [(1, 0.189), (2, 0.157), (4, 0.142)])
+def test_a_window_in_company_waits_half_a_round_of_the_others(stages: int, cycle_s: float) -> None:
+    """Two users, a draft of 20 ms, k = 2: 40 + 90 ms alone, of which a stage and the draft share the work."""
+    pace = measured(stages, row=0.0, one=0.086, settings=Speculation(fixed_k=2, fixed_depth=1))
+    teach(pace, MODEL, 0.75)
+    pace.drafted(1, 0.02)
+    pace.share(Company(1))
+    a = pace.chance(MODEL)
+    assert pace.choose([MODEL] * 2, drafted=False).rate == pytest.approx((1 + a + a * a) / cycle_s, rel=0.03)
+
+
+def test_a_cheap_draft_pays_for_two_users_on_two_stages() -> None:
+    """A draft of a fifth of a token, as the device has it alone; the same draft at twice the price does not."""
+    cheap, dear = measured(2, row=0.003), measured(2, row=0.003)
+    for pace, token_s in ((cheap, 0.018), (dear, 0.036)):
+        pace.share(Company(1))
+        teach(pace, MODEL, 0.78)
+        for _ in range(4):
+            pace.drafted(1, token_s * 1.125)
+    assert cheap.choose([MODEL] * 10, drafted=False).k > 0
+    assert dear.choose([MODEL] * 10, drafted=False).k == 0
 
 
 def test_links_that_take_most_of_the_time_leave_stages_idle() -> None:
