@@ -43,7 +43,7 @@ DEFAULT = Drafting(("--draft", "none"))
 @dataclass(frozen=True, slots=True)
 class Round:
     rate: float
-    """Tokens per second of all users together, while all of them decode."""
+    """Tokens per second of all users together, while all of them decode; 0 where they never did."""
     tpot_ms: list[float]
     """Of each user, as the next."""
     ttfts_ms: list[float]
@@ -179,7 +179,7 @@ def together(streams: list[Stream]) -> Round:
         count += tokens_a_piece * sum(begin < piece <= end for piece in stream.pieces)
         tpot_ms.append((stream.pieces[-1] - stream.pieces[0]) * 1000 / (stream.tokens - 1))
     ttfts_ms = [(stream.pieces[0] - stream.asked) * 1000 for stream in streams]
-    return Round(count / (end - begin), tpot_ms, ttfts_ms)
+    return Round(count / (end - begin) if end > begin else 0.0, tpot_ms, ttfts_ms)
 
 
 def _free_ports(count: int) -> list[int]:

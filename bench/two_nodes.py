@@ -4,6 +4,9 @@ Real processes of ``node.py`` on loopback, asked over the HTTP API of the first;
 whole model, so that they share it. The first node's core also carries the coordinator, the tokenizer and the API; the
 users' clients (see `clients`) run on the last core.
 
+Two cores share the way to memory, which two PCs do not: `one_pc_beside_tokens_per_second` is one PC while another one
+works on the other core, and `…_beside` are the figures over that.
+
 The nodes decode plainly; with ``--speculation`` they draft, with the 0.5B model for the 1.5B one.
 
 ``python -m bench.two_nodes [--model qwen|smollm2] [--users N]… [--speculation] [--quick]``
@@ -49,17 +52,23 @@ def main() -> None:
     pin(node_cores[-1])
     ir = models.qwen_int4() if arguments.model == "qwen" else models.smollm2()
     drafting, suffix = (drafting_for(arguments.model), "_spec") if arguments.speculation else (PLAIN, "")
-    solo, shared, stages = asyncio.run(measure(ir, drafting, node_cores, users, rounds, tokens, arguments.first))
+    solo, beside, shared, stages = asyncio.run(
+        measure(ir, drafting, node_cores, users, rounds, tokens, arguments.first)
+    )
     prefix, figures = _PREFIX[arguments.model], {}
     solo_rates = [found.rate for found in solo]
     print(f"one PC: {spread(solo_rates)} tok/s")
     figures["one_pc_tokens_per_second"] = statistics.median(solo_rates)
+    beside_rates = [found.rate for found in beside]
+    print(f"one PC beside another: {spread(beside_rates)} tok/s")
+    figures["one_pc_beside_tokens_per_second"] = statistics.median(beside_rates)
     figures["one_pc_ttft_ms"] = statistics.median(found.ttft_ms for found in solo)
     for count, found in shared.items():
         times = ratios([one.rate for one in found], solo_rates)
         name = f"two_nodes_{count}{suffix}"
         name = _NAMES.get(name, name)
         figures[name] = statistics.median(times)
+        figures[f"{name}_beside"] = statistics.median(ratios([one.rate for one in found], beside_rates))
         figures[f"{name}_tokens_per_second"] = statistics.median(one.rate for one in found)
         figures[f"{name}_ttft_ms"] = statistics.median(one.ttft_ms for one in found)
         tpot_ms = [ms for one in found for ms in one.tpot_ms]
@@ -80,25 +89,32 @@ def main() -> None:
 
 async def measure(
     ir: Path, drafting: Drafting, node_cores: tuple[int, int], users: list[int], rounds: int, tokens: int, first: bool
-) -> tuple[list[Round], dict[int, list[Round]], list[str]]:
-    """Of each round: one PC, then two nodes with each number of users, in turns; the first round warms up."""
+) -> tuple[list[Round], list[Round], dict[int, list[Round]], list[str]]:
+    """Of each round: one PC, one PC beside another, then two nodes with each number of users, in turns; the first round
+    warms up."""
     solo: list[Round] = []
+    beside: list[Round] = []
     shared: dict[int, list[Round]] = {count: [] for count in users}
-    one_pc = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), pin, node_cores[:1])
-    with one_pc:
+    spawn = multiprocessing.get_context("spawn")
+    one_pc, other_pc = (ProcessPoolExecutor(1, spawn, pin, (core,)) for core in node_cores)
+    with one_pc, other_pc:
         async with ring_of(ir, node_cores, drafting) as (ring, stages):
             for turn in range(rounds + 1):
-                alone = await asyncio.get_running_loop().run_in_executor(one_pc, answer_alone, ir, turn, tokens, first)
+                asked = (answer_alone, ir, turn, tokens, first)
+                loop = asyncio.get_running_loop()
+                alone = await loop.run_in_executor(one_pc, *asked)
+                company, _ = await asyncio.gather(*(loop.run_in_executor(pc, *asked) for pc in (one_pc, other_pc)))
                 found = {}
                 for count in users:
                     with first_in_line(first, ring.processes):
                         found[count] = await ask_together(ring.apis[0], count, turn, tokens)
                 if turn:
                     solo.append(alone)
+                    beside.append(company)
                     for count, one in found.items():
                         shared[count].append(one)
                         print(f"round {turn}: {count} users {one.rate / alone.rate:.3f}", file=sys.stderr, flush=True)
-    return solo, shared, stages
+    return solo, beside, shared, stages
 
 
 # --- one PC -----------------------------------------------------------------------------------------------------------

@@ -33,6 +33,9 @@ from bench.report import cores, first_in_line, percentile, pin, ratios, report, 
 from swarm.protocol.config import PAGED, STATEFUL
 
 TOKENS = 48
+MORE_TOKENS = 4
+"""For each user: the more there are, the later the last of them begins, and what counts is when all of them decode."""
+
 USERS = (1, 2, 4, 8, 16)
 ROUNDS = 3
 """Counted, after one for warming up: there are forty combinations."""
@@ -81,13 +84,15 @@ def main() -> None:
     parser.add_argument("--part", choices=names, action="append", help="(default: all four)")
     parser.add_argument("--users", type=int, action="append", help=f"at once (default: {USERS})")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"counted (default: {ROUNDS})")
-    parser.add_argument("--tokens", type=int, default=TOKENS, help=f"of each answer (default: {TOKENS})")
+    parser.add_argument(
+        "--tokens", type=int, default=TOKENS, help=f"of an answer, and {MORE_TOKENS} for each user (default: {TOKENS})"
+    )
     parser.add_argument("--first", action="store_true", help="go before all other processes of a busy PC (Linux, root)")
     parser.add_argument("--quick", action="store_true", help="paged, 1 and 4 users, one round, nothing kept")
     arguments = parser.parse_args()
     quick = arguments.quick
     users = arguments.users or ([1, 4] if quick else USERS)
-    tokens, rounds = (16, 1) if quick else (arguments.tokens, arguments.rounds)
+    tokens, rounds = (24, 1) if quick else (arguments.tokens, arguments.rounds)
     parts = arguments.part or ([PAGED] if quick else names)
     near, far = cores()[0], cores()[-1]
     pin(far)
@@ -98,8 +103,9 @@ def main() -> None:
     for number, part in enumerate(part for part in PARTS if part.name in parts):
         # Batching by openvino_genai is the same in every part.
         measured = asyncio.run(measure(plan, part, near, far, batching=plan.users if not number else [1]))
-        figures |= tell(measured)
-    settings = {"model": arguments.model, "parts": parts, "rounds": rounds, "tokens": tokens, "first": arguments.first}
+        figures = tell(measured) | figures
+    settings = {"model": arguments.model, "parts": parts, "rounds": rounds, "tokens": tokens}
+    settings |= {"more_tokens": MORE_TOKENS, "first": arguments.first}
     report("users", figures, settings, keep=not quick)
 
 
@@ -118,13 +124,14 @@ async def measure(plan: Plan, part: Part, near: int, far: int, batching: Sequenc
         }
         for turn in range(plan.rounds + 1):
             for count in plan.users if turn else [1]:
+                tokens = plan.tokens + MORE_TOKENS * count
                 share: dict[str, Round] = {}
                 if count in batching:
-                    asked = (plan.ir, count, turn, plan.tokens, plan.first)
+                    asked = (plan.ir, count, turn, tokens, plan.first)
                     share["genai"] = await asyncio.get_running_loop().run_in_executor(genai, answer_batched, *asked)
                 for name, (ring, _) in rings.items():
                     with first_in_line(plan.first, ring.processes):
-                        share[name] = await ask_together(ring.apis[0], count, turn, plan.tokens)
+                        share[name] = await ask_together(ring.apis[0], count, turn, tokens)
                 rates = ", ".join(f"{name} {one.rate:.1f}" for name, one in share.items())
                 print(f"round {turn}: {count} users: {rates} tok/s", file=sys.stderr, flush=True)
                 for name, one in share.items() if turn else ():

@@ -209,3 +209,9 @@ def test_only_what_all_users_shared_counts() -> None:
     assert found.rate == pytest.approx((3 + 4) / 2.5)
     assert found.tpot_ms == [1000.0, 500.0]
     assert found.ttft_ms == pytest.approx(1750.0)
+
+
+def test_users_one_after_the_other_have_no_rate_together() -> None:
+    early = Stream(asked=0.0, pieces=(1.0, 2.0), tokens=2, text="")
+    late = Stream(asked=0.0, pieces=(3.0, 4.0), tokens=2, text="")
+    assert together([early, late]).rate == 0.0
