@@ -204,6 +204,19 @@ def test_a_session_that_it_suits_draws_from_it_with_the_noise_of_the_whole() -> 
         assert not {*expected} - {*ids.tolist()}
 
 
+def test_a_chunk_of_a_prompt_draws_nothing() -> None:
+    short, whole = engine(Shortlist(range(100), VOCABULARY)), engine(None)
+    for first in ([1, 2, 3], [*range(200, 220)]):
+        for one in (short, whole):
+            one.reset()
+        assert short.run([segment(0, 0, first, 0, RowKind.PREFILL)])[0].drawn == ()
+        whole.run([segment(0, 0, first, 0, RowKind.PREFILL)])
+        (output,) = short.run([segment(0, len(first), [7], 1)])
+        whole.run([segment(0, len(first), [7], 1)])
+        listed = [*range(100)] if len(first) == 3 else [*range(VOCABULARY)]
+        assert output.drawn == (draw(whole.logits()[0, listed], GREEDY, len(first) + 1, np.array(first)),)
+
+
 def test_other_sessions_draw_from_the_whole_vocabulary() -> None:
     short, whole = engine(Shortlist(range(100), VOCABULARY)), engine(None)
     prompts = [[*range(100, 120)], [1, 2, 3], [*range(300, 330)]]
