@@ -38,7 +38,6 @@ ROWS = (1, 2, 4)
 """New rows of a step: after everything was accepted, one or two."""
 
 _KV_TOKENS = 2048
-_CHUNK = 64
 
 Answer = tuple[str, list[int], list[int]]
 """Name of the sampling, prompt, answer."""
@@ -99,14 +98,14 @@ def right(party: Party, answers: Sequence[Answer]) -> dict[str, float]:
     engine = engine_of(party)
     judged: dict[str, list[bool]] = {kind: [] for kind in SAMPLINGS}
     for kind, prompt, answer in answers:
-        known = prompt + answer[:-1]
         drawn: list[int] = []
-        for start in range(0, len(known), _CHUNK):
-            rows = known[start : start + _CHUNK]
-            wanted = segment(0, start, rows, len(rows), RowKind.PREFILL)
-            (output,) = engine.run([replace(wanted, sampling=SAMPLINGS[kind])])
+        rows, start = prompt, 0
+        for token in answer:  # one by one: what is in a text already is drawn from, and nothing that is yet to come
+            row_kind = RowKind.DECODE if drawn else RowKind.PREFILL
+            (output,) = engine.run([replace(segment(0, start, rows, 1, row_kind), sampling=SAMPLINGS[kind])])
+            start, rows = start + len(rows), [token]
             drawn += output.drawn
-        judged[kind] += [one == other for one, other in zip(drawn[len(prompt) - 1 :], answer, strict=True)]
+        judged[kind] += [one == other for one, other in zip(drawn, answer, strict=True)]
     return {kind: statistics.fmean(found) for kind, found in judged.items()}
 
 

@@ -155,7 +155,7 @@ class PagedEngine:
     def logits(self) -> Array:
         """Of the last forward's wanted rows, ``[rows, vocabulary]`` f32 in batch order; a view until the next one."""
         data: Array = self._request.get_output_tensor(0).data
-        return data.reshape(data.shape[0], -1)
+        return data.reshape(-1, data.shape[-1])
 
     def validate_state(self) -> None:
         """Assert the invariants; for tests and debugging."""
