@@ -200,7 +200,7 @@ class PagedEngine:
     def _draw(
         self, batch: Sequence[Segment], tables: Sequence[BlockTable], result: Array, listed: Array | None
     ) -> list[Output]:
-        logits = result.reshape(-1, result.shape[-1])
+        logits = result.reshape(-1, result.shape[-1])  # where nothing is wanted a short head has no rows at all
         outputs, row = [], 0
         for segment, table in zip(batch, tables, strict=True):
             rows = logits[row : row + segment.wanted]
