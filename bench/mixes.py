@@ -328,8 +328,9 @@ def _tell(number: int, mixes: int, answers: Sequence[Found], course: Course) -> 
 
 
 def count(found: Sequence[Found], courses: Sequence[Course]) -> dict[str, float]:
-    usages = [one.told.usage for one in found if one.told.usage is not None]
-    use = sum((usage.speculation for usage in usages), SpeculationUsage())
+    ended = [(one.told, one.told.usage) for one in found if one.told.usage is not None]
+    use = sum((usage.speculation for _, usage in ended), SpeculationUsage())
+    second = [usage.reused_tokens > 0 for told, usage in ended if _is_second(told)]
     stats = [one for course in courses for one in course.stats]
     return {
         "mixes": 2 * len(courses),
@@ -338,13 +339,19 @@ def count(found: Sequence[Found], courses: Sequence[Course]) -> dict[str, float]
         "different": sum(bool(one.difference) for one in found),
         "tokens": sum(len(one.told.tokens) for one in found),
         "faults": sum(len(course.faults) for course in courses),
-        "continued": sum(usage.reused_tokens > 0 for usage in usages),
+        "shared": sum(usage.reused_tokens > 0 for told, usage in ended if not _is_second(told)),
+        "continued": sum(second),
+        "begun_anew": len(second) - sum(second),
         "waited": sum(one.told.waited for one in found),
         "replays": sum(one.replays for one in stats),
         "mismatches": sum(one.mismatches for one in stats),
         "drafted": use.drafted,
         "rejected": use.rejected,
     }
+
+
+def _is_second(told: Told) -> bool:
+    return len(told.messages) > len(told.guest.question)
 
 
 def show(model: str, found: Sequence[Found]) -> None:
@@ -356,7 +363,7 @@ def show(model: str, found: Sequence[Found]) -> None:
             print(_row(f"{field.name} {value}", [one for one in found if getattr(one.setting, field.name) == value]))
     for name, sampled in (("greedy", False), ("sampled", True)):
         print(_row(name, [one for one in found if one.told.guest.sampling.greedy is not sampled]))
-    print(_row("second questions", [one for one in found if len(one.told.messages) > len(one.told.guest.question)]))
+    print(_row("second questions", [one for one in found if _is_second(one.told)]))
     print(_row("beside another question", [one for one in found if one.second_run]), flush=True)
 
 
