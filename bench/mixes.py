@@ -180,6 +180,7 @@ def _happen(
     course = Course([], [])
     answers: list[dict[tuple[int, int], Told]] = []
     for second_run, one in ((False, mix), (True, other)):
+        recorded.drawn_from.clear()
         told = anyio.run(_live, subject, one, chain, POOLS[setting.pool], draft, course)
         answers.append({(each.guest.number, len(each.messages)): each for each in told})
         for each in told:
