@@ -26,7 +26,7 @@ from random import Random
 import anyio
 
 from bench import models
-from bench.exactness import add_parts, engines_of, part_of
+from bench.exactness import ENGINES, STAGES, add_parts, engines_of, part_of
 from bench.guests import Guest, Mix, Told, invite, other_question, receive
 from bench.ledger import Ledger, Recorded, Row
 from bench.office import MODEL, open_office
@@ -45,8 +45,8 @@ from swarm.model.tokenizer import Tokenizer
 from swarm.protocol.config import PAGED
 from swarm.protocol.messages import RowKind
 
-SEEDS = {"smollm2": range(12), "qwen": range(6)}
-"""SmolLM2 runs each on every ring, the 1.5B on one: the rings take turns."""
+SEEDS: dict[str, Sequence[int]] = {"smollm2": range(12), "qwen": (8, 9, 12, 16, 3, 20)}
+"""SmolLM2 runs each on every ring, the 1.5B on one, with fewer people: the rings take turns."""
 
 LONGEST = 640
 """Positions of a session at most."""
@@ -180,6 +180,7 @@ def _happen(
     course = Course([], [])
     answers: list[dict[tuple[int, int], Told]] = []
     for second_run, one in ((False, mix), (True, other)):
+        recorded.drawn_from.clear()
         told = anyio.run(_live, subject, one, chain, POOLS[setting.pool], draft, course)
         answers.append({(each.guest.number, len(each.messages)): each for each in told})
         for each in told:
@@ -258,11 +259,9 @@ def _log(subject: Subject, answers: dict[tuple[int, int], Told], told: Told) -> 
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def settings_of(
-    seeds: Iterable[int], engines: Iterable[str], stages: Iterable[int], *, every: bool = True
-) -> list[Setting]:
+def settings_of(seeds: Iterable[int], *, every: bool) -> list[Setting]:
     """`every` mix on every ring; otherwise the rings take turns."""
-    rings = list(product(engines, stages))
+    rings = list(product(ENGINES, STAGES))
     return [
         Setting(engine, count, "tight" if seed % 2 else "roomy", seed)
         for number, seed in enumerate(seeds)
@@ -292,7 +291,8 @@ def main() -> None:
     figures: dict[str, float] = {}
     for model in chosen:
         seeds = range(2) if arguments.quick else arguments.seeds or SEEDS[model]
-        settings = settings_of(seeds, arguments.engine, arguments.stages, every=model == "smollm2")
+        settings = settings_of(seeds, every=model == "smollm2")
+        settings = [one for one in settings if one.engine in arguments.engine and one.stages in arguments.stages]
         found, courses = [], []
         for number, (answers, course) in enumerate(run(subject_of(model, 12 if arguments.quick else 32), settings), 1):
             found += answers
@@ -328,8 +328,9 @@ def _tell(number: int, mixes: int, answers: Sequence[Found], course: Course) -> 
 
 
 def count(found: Sequence[Found], courses: Sequence[Course]) -> dict[str, float]:
-    usages = [one.told.usage for one in found if one.told.usage is not None]
-    use = sum((usage.speculation for usage in usages), SpeculationUsage())
+    ended = [(one.told, one.told.usage) for one in found if one.told.usage is not None]
+    use = sum((usage.speculation for _, usage in ended), SpeculationUsage())
+    second = [usage.reused_tokens > 0 for told, usage in ended if _is_second(told)]
     stats = [one for course in courses for one in course.stats]
     return {
         "mixes": 2 * len(courses),
@@ -338,13 +339,19 @@ def count(found: Sequence[Found], courses: Sequence[Course]) -> dict[str, float]
         "different": sum(bool(one.difference) for one in found),
         "tokens": sum(len(one.told.tokens) for one in found),
         "faults": sum(len(course.faults) for course in courses),
-        "continued": sum(usage.reused_tokens > 0 for usage in usages),
+        "shared": sum(usage.reused_tokens > 0 for told, usage in ended if not _is_second(told)),
+        "continued": sum(second),
+        "begun_anew": len(second) - sum(second),
         "waited": sum(one.told.waited for one in found),
         "replays": sum(one.replays for one in stats),
         "mismatches": sum(one.mismatches for one in stats),
         "drafted": use.drafted,
         "rejected": use.rejected,
     }
+
+
+def _is_second(told: Told) -> bool:
+    return len(told.messages) > len(told.guest.question)
 
 
 def show(model: str, found: Sequence[Found]) -> None:
@@ -356,7 +363,7 @@ def show(model: str, found: Sequence[Found]) -> None:
             print(_row(f"{field.name} {value}", [one for one in found if getattr(one.setting, field.name) == value]))
     for name, sampled in (("greedy", False), ("sampled", True)):
         print(_row(name, [one for one in found if one.told.guest.sampling.greedy is not sampled]))
-    print(_row("second questions", [one for one in found if len(one.told.messages) > len(one.told.guest.question)]))
+    print(_row("second questions", [one for one in found if _is_second(one.told)]))
     print(_row("beside another question", [one for one in found if one.second_run]), flush=True)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from bench.exactness import DRAFT_COSTS, Case, Subject, every_case, pairwise, pairwise_cases, run
+from bench.exactness import DRAFT_COSTS, Case, Subject, add_parts, every_case, pairwise, pairwise_cases, part_of, run
 from bench.simulator import Draft, Forgetful
 from swarm.coordinator.requests import SpeculationUsage
 from swarm.engine.base import Output
@@ -63,6 +64,14 @@ def test_a_wrong_token_is_found_and_explained() -> None:
     case = Case(k=3, depth=1, temperature=0.0, stages=1, engine=PAGED, prompt="one")
     (found,) = run(Subject(faulty, PROMPTS, TOKENS, draft()), [case])
     assert "not rounding" in found.difference
+
+
+def test_a_part_has_a_name_of_its_own() -> None:
+    parser = argparse.ArgumentParser()
+    add_parts(parser)
+    assert part_of(parser.parse_args([])) == ""
+    assert part_of(parser.parse_args(["--engine", "paged", "--stages", "1", "3"])) == "_paged_1_3"
+    assert part_of(parser.parse_args(["--stages", "2"])) == "_2"
 
 
 def test_the_cover_holds_every_pair() -> None:
