@@ -155,7 +155,7 @@ class PagedEngine:
     def logits(self) -> Array:
         """Of the last forward's wanted rows, ``[rows, vocabulary]`` f32 in batch order; a view until the next one."""
         data: Array = self._request.get_output_tensor(0).data
-        return data.reshape(data.shape[0], -1)
+        return data.reshape(data.shape[0], data.shape[-1])
 
     def validate_state(self) -> None:
         """Assert the invariants; for tests and debugging."""
@@ -200,7 +200,7 @@ class PagedEngine:
     def _draw(
         self, batch: Sequence[Segment], tables: Sequence[BlockTable], result: Array, listed: Array | None
     ) -> list[Output]:
-        logits = result.reshape(result.shape[0], -1)
+        logits = result.reshape(result.shape[0], result.shape[-1])
         outputs, row = [], 0
         for segment, table in zip(batch, tables, strict=True):
             rows = logits[row : row + segment.wanted]

@@ -204,6 +204,14 @@ def test_a_session_that_it_suits_draws_from_it_with_the_noise_of_the_whole() -> 
         assert not {*expected} - {*ids.tolist()}
 
 
+def test_a_chunk_of_a_prompt_draws_nothing() -> None:
+    """More than one chunk: what comes before the last asks for no token at all."""
+    listed = Shortlist(range(0, VOCABULARY, 2), VOCABULARY)
+    one = engine(listed)
+    (output,) = one.run([segment(1, 0, [2, 4, 6, 8], wanted=0)])
+    assert output.drawn == ()
+
+
 def test_other_sessions_draw_from_the_whole_vocabulary() -> None:
     short, whole = engine(Shortlist(range(100), VOCABULARY)), engine(None)
     prompts = [[*range(100, 120)], [1, 2, 3], [*range(300, 330)]]
