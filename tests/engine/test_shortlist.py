@@ -186,12 +186,6 @@ def engine(listed: Shortlist | None) -> PagedEngine:
     return PagedEngine(Shard(cut(tiny_model(2), 0, 2)), DEVICE, 256, VOCABULARY, THREADS, shortlist=listed)
 
 
-def test_a_batch_that_wants_nothing_runs() -> None:
-    """As the first chunk of a long prompt is one."""
-    short = engine(Shortlist(range(0, VOCABULARY, 3), VOCABULARY))
-    assert [output.drawn for output in short.run([segment(0, 0, [3, 6, 9, 12], 0)])] == [()]
-
-
 def test_a_session_that_it_suits_draws_from_it_with_the_noise_of_the_whole() -> None:
     listed, whole = Shortlist(range(0, VOCABULARY, 3), VOCABULARY), engine(None)
     short = engine(listed)
