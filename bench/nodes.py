@@ -24,7 +24,7 @@ from bench.clients import Stream, ask
 from tests.prompts import PROMPTS
 
 FORMING_TIMEOUT_S = 600.0
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
