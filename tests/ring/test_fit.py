@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from swarm.protocol.ids import BlobId
 from swarm.protocol.limits import MAX_SEGMENT_ROWS
-from swarm.ring.fit import WORKSPACE_FACTOR, Load, ModelShape, arrange, fitting_order, shortfall
+from swarm.ring.fit import HEAD_WORK, WORKSPACE_FACTOR, Load, ModelShape, arrange, fitting_order, shortfall
 
 MODEL = ModelShape(
     manifest=BlobId("a" * 64),
@@ -80,8 +80,8 @@ def test_the_workspace_is_a_full_chunk_of_activations_in_every_stage() -> None:
 def test_the_embedding_is_held_but_not_streamed() -> None:
     load = Load.of(MODEL, 0)
     assert load.compute(0, 2, last=False) == 200
-    assert load.compute(2, 4, last=True) == 275
-    assert load.compute_total == 475
+    assert load.compute(2, 4, last=True) == 200 + int(HEAD_WORK * 75)
+    assert load.compute_total == 400 + int(HEAD_WORK * 75)
 
 
 def test_arrange_fills_in_order_and_passes_over_what_is_too_small() -> None:
