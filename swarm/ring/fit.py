@@ -28,8 +28,8 @@ KV_ROOM = {PAGED: 1, STATEFUL: 2}
 cells are within the promise."""
 
 HEAD_WORK = 0.7
-"""Of a byte of a layer, the time for a byte of the head. Layers of 4 bits have to be unpacked, and the head has mostly 8:
-of the 1.5B model it takes as long as 5 layers (`bench.costs`) and is as large as 7."""
+"""Of the time for a byte of a layer, that for one of the head. Layers of 4 bits have to be unpacked, and the head has
+mostly 8: that of the 1.5B model takes as long as 5 layers (`bench.costs`) and is as large as 7."""
 
 EXACT_NODES = 8
 """Up to this many nodes every order is looked at (256 sets of nodes); beyond, orders by memory."""
