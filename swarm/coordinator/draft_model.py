@@ -16,7 +16,7 @@ from anyio.abc import TaskStatus
 from swarm.coordinator.draft_book import DraftBook, Job
 from swarm.coordinator.events import AskDraft
 from swarm.engine.base import Engine, Output
-from swarm.protocol.errors import CapacityError, SessionError, SwarmError
+from swarm.protocol.errors import CapacityError, DeviceError, SessionError, SwarmError
 from swarm.protocol.ids import SessionId
 from swarm.protocol.messages import Segment
 
@@ -113,7 +113,12 @@ class DraftModel:
 
     async def _forward(self, executor: ThreadPoolExecutor, batch: Sequence[Segment]) -> list[Output]:
         self._running = asyncio.get_running_loop().run_in_executor(executor, self._engine.run, batch)
-        return await asyncio.shield(self._running)
+        try:
+            return await asyncio.shield(self._running)
+        except SwarmError:
+            raise
+        except Exception as error:  # a fault of ours in what is optional: it ends the drafting, not the node
+            raise DeviceError("the draft model failed", found=f"{type(error).__name__}: {error}") from error
 
     def _takes(self, segment: Segment) -> bool:
         """Whether the engine can ever run it; otherwise its session is given up."""

@@ -44,11 +44,11 @@ class Gated(TimedEngine):
         self.gate = threading.Semaphore(10**6 if open_ else 0)
         self.entered = threading.Semaphore(0)
         self.batches: list[list[Segment]] = []
-        self.fails = False
+        self.failure: Exception | None = None
 
     def run(self, batch: Sequence[Segment]) -> list[Output]:
-        if self.fails:
-            raise DeviceError("the device is gone")
+        if self.failure is not None:
+            raise self.failure
         outputs = super().run(batch)
         self.batches.append(list(batch))
         return outputs
@@ -227,11 +227,12 @@ async def test_the_end_in_the_middle_of_a_draft_waits_for_one_step_only() -> Non
     assert found == [following(PROMPT, 1)]
 
 
-async def test_a_device_that_fails_drafts_no_more() -> None:
+@pytest.mark.parametrize("failure", [DeviceError("the device is gone"), ValueError("the device is gone")])
+async def test_whatever_fails_in_a_forward_ends_the_drafting_and_nothing_else(failure: Exception) -> None:
     engine = Gated(open_=True)
     async with drafting(engine) as model:
         assert await model.draft(session(1), ask(PROMPT, 1))
-        engine.fails = True
+        engine.failure = failure
         assert await model.draft(session(1), ask(PROMPT, 2)) == ()
         await anyio.wait_all_tasks_blocked()
         assert not model.available
