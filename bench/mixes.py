@@ -45,13 +45,13 @@ from swarm.model.tokenizer import Tokenizer
 from swarm.protocol.config import PAGED
 from swarm.protocol.messages import RowKind
 
-SEEDS: dict[str, Sequence[int]] = {"smollm2": range(12), "qwen": (8, 9, 12, 16, 3, 20)}
+SEEDS: dict[str, Sequence[int]] = {"smollm2": (0, 2, 4, 6, 8, 10, 1, 9, 11, 13, 17, 21), "qwen": (8, 9, 12, 16, 3, 20)}
 """SmolLM2 runs each on every ring, the 1.5B on one, with fewer people: the rings take turns."""
 
 LONGEST = 640
 """Positions of a session at most."""
 
-POOLS = {"roomy": 16 * LONGEST, "tight": 3 * LONGEST // 2}
+POOLS = {"roomy": 16 * LONGEST, "tight": LONGEST + 64}
 """Positions of KV cache at every stage."""
 
 MIX_S = 900.0
