@@ -102,10 +102,12 @@ class Tokenizer:
 
     def is_hidden(self, token: int) -> bool:
         """True for a special token, or one outside the vocabulary: it has no text of its own."""
+        if not 0 <= token < self.vocabulary_size:
+            return True
         hidden = self._hidden.get(token)
         if hidden is None:
-            hidden = not 0 <= token < self.vocabulary_size or (
-                not self._tokenizer.decode([token]) and bool(self._tokenizer.decode([token], skip_special_tokens=False))
+            hidden = not self._tokenizer.decode([token]) and bool(
+                self._tokenizer.decode([token], skip_special_tokens=False)
             )
             self._hidden[token] = hidden
         return hidden
