@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from itertools import accumulate
 
+from bench.engines import Over
 from swarm.engine.base import Output
 from swarm.engine.kinds import ExactEngine
 from swarm.protocol.ids import SessionId
@@ -43,35 +44,19 @@ class Ledger:
         return _digest(before + token.to_bytes(8, "little") + bytes([kind if self._kinds else 0]))
 
 
-class Recorded:
+class Recorded(Over[ExactEngine]):
     """The last stage's engine; `ledger` is told of all it draws from. Implements `kinds.ExactEngine`."""
 
     def __init__(self, engine: ExactEngine, ledger: Ledger, where: str) -> None:
+        super().__init__(engine)
         self.drawn_from: set[bytes] = set()
         """Histories behind which something was drawn."""
-        self._engine = engine
         self._ledger = ledger
         self._where = where
         self._histories: dict[SessionId, list[bytes]] = {}
 
-    @property
-    def hidden_size(self) -> int:
-        return self._engine.hidden_size
-
-    @property
-    def max_rows(self) -> int:
-        return self._engine.max_rows
-
-    @property
-    def free_tokens(self) -> int:
-        return self._engine.free_tokens
-
-    @property
-    def shares(self) -> bool:
-        return self._engine.shares
-
     def run(self, batch: Sequence[Segment]) -> list[Output]:
-        outputs = self._engine.run(batch)
+        outputs = super().run(batch)
         rows = iter(self._engine.logits())
         for segment in batch:
             histories = self._histories.setdefault(segment.session, [])
@@ -83,7 +68,7 @@ class Recorded:
         return outputs
 
     def adopt(self, session: SessionId, tokens: Sequence[int]) -> int:
-        held = self._engine.adopt(session, tokens)
+        held = super().adopt(session, tokens)
         if held:
             self._extend(self._histories.setdefault(session, []), ((token, RowKind.PREFILL) for token in tokens[:held]))
         return held
@@ -91,19 +76,13 @@ class Recorded:
     def _extend(self, histories: list[bytes], rows: Iterable[Row]) -> None:
         histories += self._ledger.histories(tuple(rows), histories[-1] if histories else b"")
 
-    def check(self, segment: Segment) -> None:
-        self._engine.check(segment)
-
     def close_session(self, session: SessionId) -> None:
-        self._engine.close_session(session)
+        super().close_session(session)
         self._histories.pop(session, None)
 
     def reset(self) -> None:
-        self._engine.reset()
+        super().reset()
         self._histories.clear()
-
-    def close(self) -> None:
-        self._engine.close()
 
     def logits(self) -> Array:
         return self._engine.logits()

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from bench.clock import Core, RowCosts, World
+from bench.engines import Over
 from swarm.coordinator.draft_book import DraftBook, Job
 from swarm.coordinator.events import (
     AskDraft,
@@ -196,48 +197,21 @@ class SimulatedDraft:
         self._core.run(self._costs.of(sum(len(segment.tokens) for segment in batch)) / 1000, done)
 
 
-class Forgetful:
+class Forgetful(Over[Engine]):
     """A draft that is right as often as is wanted: an engine, each of whose tokens stays with probability `agreement`.
 
-    Over an engine that knows the target's tokens. Implements `Engine`.
+    Over an engine that knows the target's tokens.
     """
 
     def __init__(self, engine: Engine, agreement: float) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self._agreement = agreement
-
-    @property
-    def max_rows(self) -> int:
-        return self._engine.max_rows
-
-    @property
-    def free_tokens(self) -> int:
-        return self._engine.free_tokens
-
-    @property
-    def shares(self) -> bool:
-        return self._engine.shares
 
     def run(self, batch: Sequence[Segment]) -> list[Output]:
         return [
             Output(drawn=tuple(self._say(token, segment) for token in output.drawn))
             for segment, output in zip(batch, self._engine.run(batch), strict=True)
         ]
-
-    def check(self, segment: Segment) -> None:
-        self._engine.check(segment)
-
-    def adopt(self, session: SessionId, tokens: Sequence[int]) -> int:
-        return self._engine.adopt(session, tokens)
-
-    def close_session(self, session: SessionId) -> None:
-        self._engine.close_session(session)
-
-    def reset(self) -> None:
-        self._engine.reset()
-
-    def close(self) -> None:
-        self._engine.close()
 
     def _say(self, token: int, segment: Segment) -> int:
         """The same at every asking."""
