@@ -23,6 +23,7 @@ PHASE_WORDS = {
     Phase.WARM_UP: "warming up",
 }
 
+_LONGEST_S = 86_400.0
 _STEPS_AT_MOST = 1_000_000
 
 
@@ -124,8 +125,9 @@ def speed(member: MemberView) -> str:
 
 
 def time_left(member: MemberView) -> str:
+    """``3 s left``; empty where it is not known, and where it is days: that is what a stalled line says."""
     seconds = member.seconds_left
-    return "" if seconds is None else f"{duration(seconds)} left"
+    return "" if seconds is None or seconds > _LONGEST_S else f"{duration(seconds)} left"
 
 
 def bar(part: float, width: int) -> tuple[str, str]:

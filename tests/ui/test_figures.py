@@ -49,6 +49,7 @@ def test_a_compile_counts_steps_and_an_unknown_total_shows_what_is_done() -> Non
     assert (figures.amount(compiling), figures.speed(compiling)) == ("3 of 10", "")
     assert figures.amount(fetching(1, total=0)) == "26 MB"
     assert figures.time_left(fetching(1, rate=0)) == ""
+    assert figures.time_left(fetching(1, rate=53)) == "", "days: nothing that anybody waits for"
 
 
 @given(st.floats(-1, 2), st.integers(1, 60))
