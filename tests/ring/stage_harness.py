@@ -13,7 +13,7 @@ from swarm.engine.base import Output
 from swarm.engine.timed import StageTimes, TimedEngine
 from swarm.protocol.errors import SwarmError
 from swarm.protocol.ids import Epoch, NodeId, SessionId
-from swarm.protocol.messages import Message, RowKind, Segment
+from swarm.protocol.messages import Adopt, Message, RowKind, Segment
 from swarm.protocol.plan import Plan, Stage
 from swarm.protocol.sampling import GREEDY
 from swarm.ring.worker import StageWorker
@@ -33,6 +33,11 @@ def segment(
     name = SessionId(f"cccccccc-{session:x}-00000000")
     tokens = tuple(range(start + 1, start + rows + 1))
     return Segment(name, ASKER, EPOCH, attempt, start, kind, tokens, wanted, GREEDY)
+
+
+def adopt(session: int, tokens: int, coordinator: NodeId = ASKER) -> Adopt:
+    """A question for the first so many of `session`'s rows."""
+    return Adopt(segment(session).session, coordinator, EPOCH, segment(session, rows=tokens).tokens)
 
 
 class HeldEngine(TimedEngine):
