@@ -128,7 +128,7 @@ async def test_a_device_that_fails_is_said() -> None:
     async with hosted() as (host, node):
         host.offer(model("one"))
         drafter = await node.drafter()
-        node.engines["one"].fails = True
+        node.engines["one"].failure = DeviceError("the device is gone")
         assert await drafter.draft(session(1), ask(PROMPT, 3)) == ()
         await node.until_told(1)
         assert "the device is gone" in node.notices[0]
