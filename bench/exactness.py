@@ -257,7 +257,8 @@ def main() -> None:
         figures[f"{model}_drafted"] = use.drafted
         figures[f"{model}_rejected"] = use.rejected
     settings = {"models": chosen, "engines": arguments.engine, "stages": arguments.stages}
-    report(f"exactness{part_of(arguments)}", figures, settings, keep=not arguments.quick)
+    which = f"_{chosen[0]}" if len(chosen) == 1 else ""
+    report(f"exactness{which}{part_of(arguments)}", figures, settings, keep=not arguments.quick)
     sys.exit(any(figures[f"{model}_identical"] < figures[f"{model}_runs"] for model in chosen))
 
 
