@@ -140,7 +140,8 @@ def engine_of(party: Party) -> PagedEngine:
     layers = map_layers(Graph.of(model)).layers
     vocabulary = model.output(0).get_partial_shape()[2].get_length()
     shortlist = models.shortlist(party.ir) if party.short else None
-    return PagedEngine(Shard(cut(model, 0, layers)), "CPU", _KV_TOKENS, vocabulary, 1, shortlist=shortlist)
+    shard, margins = Shard(cut(model, 0, layers)), party.short
+    return PagedEngine(shard, "CPU", _KV_TOKENS, vocabulary, 1, shortlist=shortlist, margins=margins)
 
 
 if __name__ == "__main__":

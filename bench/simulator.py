@@ -191,7 +191,8 @@ class SimulatedDraft:
         def done() -> None:
             for job in self._book.ran(batch, outputs):
                 asked_s, then = self._waiting.pop(job)
-                then(Drafted(job.ask.attempt, job.ask.start, tuple(job.drafted), self._world.now - asked_s))
+                seconds = self._world.now - asked_s
+                then(Drafted(job.ask.attempt, job.ask.start, tuple(job.drafted), seconds, tuple(job.sources)))
             self._step()
 
         self._core.run(self._costs.of(sum(len(segment.tokens) for segment in batch)) / 1000, done)

@@ -2,8 +2,8 @@
 
 Real nodes (`bench.ring`), a core each, their links through a proxy that delays. Three stages need three cores and are
 simulated; the prediction for two stands beside the measurement. Both take stage and draft times from
-`bench/results/costs.json` (`python -m bench.costs`), and two numbers from the measurement itself: how often a draft is
-right, and how fast the cores were that day, which plain decoding over the fastest link tells. Each round has prompts of
+`bench/results/costs.json` (`python -m bench.costs`), texts from `bench.recorded`, and one number from the measurement
+itself: how fast the cores were that day, which plain decoding over the fastest link tells. Each round has prompts of
 its own, the same for all ways and delays.
 
 ``python -m bench.wan [--delay MS]... [--rounds N] [--tokens N] [--plot FILE] [--quick]``
@@ -20,11 +20,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench import costs, models
+from bench import costs, models, recorded
 from bench.plot import Line, Plot
 from bench.report import cores, first_in_line, report, spread
 from bench.ring import BenchRing, Question, Setup, Stream, bench_ring, together
-from bench.simulated import HOP_S, IN_FLIGHT, ONE_WINDOW, PLAIN, forgetful, simulate
+from bench.simulated import HOP_S, IN_FLIGHT, ONE_WINDOW, PLAIN, reading, simulate
 from bench.simulator import Links
 from tests.prompts import PROMPTS
 
@@ -79,9 +79,9 @@ def main() -> None:
     figures = compare(found)
     settings = {"rounds": rounds, "tokens": tokens, "delays_ms": delays, "first": arguments.first}
     if not quick:
-        acceptance = figures["acceptance"] = accepted(found)
+        figures["acceptance"] = accepted(found)
         slowness = figures["slowness"] = slower(found)
-        predicted = {stages: predict(stages, acceptance, slowness, delays) for stages in (2, 3)}
+        predicted = {stages: predict(stages, slowness, delays) for stages in (2, 3)}
         figures |= beside(found, predicted)
         settings["three_stages"] = "simulated"
         if arguments.plot:
@@ -127,13 +127,13 @@ def slower(found: Mapping[Key, Measured]) -> float:
     return (1 / found[delay, "plain", 1].rate - on_links_s) / (1 / table.rate - on_links_s)
 
 
-def predict(stages: int, acceptance: float, slowness: float, delays: Sequence[int]) -> dict[Key, float]:
+def predict(stages: int, slowness: float, delays: Sequence[int]) -> dict[Key, float]:
     """What the simulator says for the same, in tokens per second."""
-    measured = costs.kept()
-    draft = forgetful(costs.draft_costs(measured).times(slowness), acceptance)
+    measured, texts = costs.kept(), recorded.texts()
+    draft = reading(costs.draft_costs(measured).times(slowness), texts)
     table = [one.times(slowness) for one in costs.stage_costs(measured, stages)]
     return {
-        (delay, way, users): simulate(table, users, WAYS[way], Links(delay / 1000, HOP_S), draft).rate
+        (delay, way, users): simulate(table, users, WAYS[way], Links(delay / 1000, HOP_S), draft, texts).rate
         for delay in delays
         for way, users in CASES
     }

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from swarm.coordinator.chunks import prefill_chunks
 from swarm.coordinator.events import AskDraft
+from swarm.coordinator.times import MODEL, confidence
 from swarm.engine.base import Output
 from swarm.protocol.ids import NO_EPOCH, NodeId, SessionId
 from swarm.protocol.messages import RowKind, Segment
@@ -38,6 +39,10 @@ class Job:
     count: int
     """Tokens still wanted in all; 0 where nobody waits any more and the rows are only fed."""
     drafted: list[int] = field(default_factory=list)
+    sources: list[int] = field(default_factory=list)
+    """How sure the model is of each of them (`times.confidence`)."""
+    chance: float = 1.0
+    """That all of them are right."""
     start: int = -1
     """Rows of the sequence that the cache holds; -1 before the first step."""
     kind: RowKind = RowKind.DECODE
@@ -53,7 +58,22 @@ class Job:
 
     @property
     def over(self) -> bool:
-        return len(self.drafted) >= self.count and (self.count > 0 or self.start >= self.length)
+        if self.count > 0:
+            return len(self.drafted) >= self.count or (len(self.drafted) > 0 and self.doubtful)
+        return self.start >= self.length
+
+    @property
+    def doubtful(self) -> bool:
+        """Another token is not worth its time."""
+        return bool(self.ask.chances) and self.chance * self.ask.chances[-MODEL] < self.ask.least
+
+    def say(self, output: Output) -> None:
+        """Take the token that was drawn behind all others."""
+        source = confidence(output.margins[-1]) if output.margins else MODEL
+        self.drafted.append(output.drawn[-1])
+        self.sources.append(source)
+        if self.ask.chances:
+            self.chance *= self.ask.chances[-source]
 
 
 class DraftBook:
@@ -120,7 +140,8 @@ class DraftBook:
             job.start = end
             if end == job.length:
                 job.kind = RowKind.DECODE
-                job.drafted += output.drawn[: max(0, job.count - len(job.drafted))]
+                if output.drawn and len(job.drafted) < job.count:
+                    job.say(output)
             if job.over:
                 del self._jobs[job.session]
                 over.append(job)

@@ -32,7 +32,7 @@ def paged_draft(store: Store, device: str) -> BuildDraft:
         shortlist = None
         if device == "CPU":  # whether other plugins take a head of no rows has not been tried
             shortlist = most_needed(tokenizer.tokens(), tokenizer.stop_tokens, manifest.vocabulary)
-        engine = PagedEngine(shard, device, DRAFT_KV_TOKENS, manifest.vocabulary, shortlist=shortlist)
+        engine = PagedEngine(shard, device, DRAFT_KV_TOKENS, manifest.vocabulary, shortlist=shortlist, margins=True)
         warm_up(engine)
         return engine
 

@@ -14,6 +14,7 @@ import anyio
 from anyio.abc import TaskStatus
 
 from swarm.coordinator.draft_book import DraftBook, Job
+from swarm.coordinator.drafter import Draft
 from swarm.coordinator.events import AskDraft
 from swarm.engine.base import Engine, Output
 from swarm.protocol.errors import CapacityError, DeviceError, SessionError, SwarmError
@@ -68,10 +69,10 @@ class DraftModel:
                     await asyncio.wait([self._running])
             executor.shutdown(wait=False)
 
-    async def draft(self, session: SessionId, ask: AskDraft) -> tuple[int, ...]:
+    async def draft(self, session: SessionId, ask: AskDraft) -> Draft:
         """See `drafter.Drafter`."""
         if not self.available or not ask.tokens or ask.count < 1:
-            return ()
+            return Draft()
         job, older = self._book.put(session, ask)
         if older is not None:
             self._finish(older)
@@ -87,7 +88,7 @@ class DraftModel:
             raise
         finally:
             self._done.pop(job, None)
-        return tuple(job.drafted)
+        return Draft(tuple(job.drafted), tuple(job.sources))
 
     def close_session(self, session: SessionId) -> None:
         """See `drafter.Drafter`."""

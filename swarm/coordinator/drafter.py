@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from swarm.coordinator.events import AskDraft
 from swarm.protocol.ids import SessionId
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What a draft model says."""
+
+    tokens: tuple[int, ...] = ()
+    sources: tuple[int, ...] = ()
+    """How sure it is of each (`times.confidence`)."""
 
 
 class Drafter(Protocol):
@@ -15,11 +25,11 @@ class Drafter(Protocol):
     def available(self) -> bool:
         """It can be asked now."""
 
-    async def draft(self, session: SessionId, ask: AskDraft) -> tuple[int, ...]:
+    async def draft(self, session: SessionId, ask: AskDraft) -> Draft:
         """At most `ask.count` tokens that follow `ask.tokens`, drawn with the noise of the target's own draw.
 
-        Fewer, or none, where it cannot go on. Cancelled when a newer question replaces this one or the answer ends.
-        Raises `SwarmError` where the device fails; the session then goes on without it.
+        Fewer, or none, where it cannot or should not go on. Cancelled when a newer question replaces this one or the
+        answer ends. Raises `SwarmError` where the device fails; the session then goes on without it.
         """
 
     def close_session(self, session: SessionId) -> None:

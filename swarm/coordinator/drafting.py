@@ -44,6 +44,9 @@ class Step:
     """Ask the draft model for so many tokens."""
     wait: bool = False
     """Send nothing more for now."""
+    chances: tuple[float, ...] = ()
+    least: float = 0.0
+    """As in `events.AskDraft`."""
 
 
 SEND = Step()
@@ -65,10 +68,10 @@ class Tally:
         if drafted:
             self.windows += 1
             self.in_flight += in_flight
-            self.drafted.update(guess.source == MODEL for guess in drafted)
+            self.drafted.update(guess.source <= MODEL for guess in drafted)
 
     def judged(self, guess: Guess, right: bool) -> None:
-        self.accepted[guess.source == MODEL] += right
+        self.accepted[guess.source <= MODEL] += right
         self.rejected += not right
 
     def emitted(self, now: float) -> None:
@@ -194,16 +197,18 @@ class Drafting:
         if warm and not self._asked_in_flight and up_to_date:
             self._pace.drafted(len(answer.tokens), answer.seconds)
         tokens = self._before_stop(answer.tokens)
+        sources = answer.sources or (MODEL,) * len(tokens)
         for position, token in enumerate(tokens[: len(log) - answer.start], answer.start):
             right = log.ids(position, position + 1) == (token,)
             if position < log.certain:
-                self._pace.judged(MODEL, right)
+                self._pace.judged(sources[position - answer.start], right)
             if not right:
                 return
-        news = tokens[len(log) - answer.start :]
+        known = len(log) - answer.start
+        news = [Guess(*pair) for pair in zip(tokens[known:], sources[known : len(tokens)], strict=True)]
         if len(tokens) < len(answer.tokens) and not news:
             self._dry_at = len(log)
-        self._guess(log, [Guess(token, MODEL) for token in news])
+        self._guess(log, news)
 
     def give_up_model(self) -> None:
         """It does not answer: no more of it in this turn."""
@@ -226,14 +231,15 @@ class Drafting:
         guesses, choice = self._found(count)
         left = self._left(log)[:count]
         by_model = self._by_model(log, left, count)
+        if left:
+            depth = by_model.depth if by_model else 1
+            by_model = self._pace.choose([guess.source for guess in left], depth=depth)
         if by_model is not None and (by_model.rate > choice.rate or (self._settings.fixed_k and not choice.k)):
             guesses, choice = left, by_model
-        elif left and (free := self._pace.choose([MODEL] * len(left))).rate > choice.rate:
-            guesses, choice = left, free
         if in_flight and (choice.k == 0 or in_flight >= choice.depth):
             return WAIT
         if choice.k and not guesses:
-            return self._ask(len(log), choice.k, in_flight)
+            return self._ask(len(log), choice.k if self._settings.fixed_k else count, in_flight, choice.least)
         if not in_flight and guesses is not left and self._probe_is_due(log, copying=choice.k > 0):
             return self._ask(len(log), min(count, PROBE_TOKENS), in_flight)
         warm_up = self._warm_up(len(log))
@@ -260,7 +266,7 @@ class Drafting:
         """
         ready = self._warm or self._settings.fixed_k is not None
         able = self._model and ready and not self._warming and self._dry_at != len(log)
-        choice = self._pace.choose([MODEL] * count, drafted=False) if left or able else None
+        choice = self._pace.ask(count) if left or able else None
         return choice if choice is not None and choice.k else None
 
     def _probe_is_due(self, log: TokenLog, *, copying: bool) -> bool:
@@ -281,9 +287,9 @@ class Drafting:
         self._asked, self._warming = position, True
         return 1
 
-    def _ask(self, position: int, count: int, in_flight: int) -> Step:
+    def _ask(self, position: int, count: int, in_flight: int, least: float = 0.0) -> Step:
         self._asked, self._asked_in_flight, self.waiting = position, in_flight > 0, True
-        return Step(ask=count, wait=True)
+        return Step(ask=count, wait=True, chances=self._pace.confidence_chances if least else (), least=least)
 
     # --- small ones -------------------------------------------------------------------------------------------------
 
@@ -295,7 +301,7 @@ class Drafting:
 
     def _left(self, log: TokenLog) -> list[Guess]:
         """What the model drafted behind the log's end."""
-        return [guess for guess in list(self._guesses)[len(log) - log.certain :] if guess.source == MODEL]
+        return [guess for guess in list(self._guesses)[len(log) - log.certain :] if guess.source <= MODEL]
 
     def _remember(self, tokens: Sequence[int]) -> None:
         if self._settings.enabled and self._settings.ngram:

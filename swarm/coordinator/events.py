@@ -43,6 +43,8 @@ class Drafted:
     tokens: tuple[int, ...]
     seconds: float
     """From the question to the answer."""
+    sources: tuple[int, ...] = ()
+    """How sure the model is of each token (`times.confidence`); empty: not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,10 @@ class AskDraft:
     """The whole sequence: what is certain, and what is drafted already."""
     count: int
     sampling: SamplingParams
+    chances: tuple[float, ...] = ()
+    """That a token is right, by how sure the model is of it: for `MODEL`, `MODEL` - 1, …"""
+    least: float = 0.0
+    """Go on as long as the chance that all are right, the next one too if it is like most, is no less."""
     patient: bool = False
     """Nobody waits for it: the model reads what it has not read yet, however long that takes."""
 

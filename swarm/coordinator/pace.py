@@ -27,31 +27,35 @@ where `wait` is s on one stage and s/2 on several, as much of the time as the fi
 device holds a stage does the work of both for each window, s + k t; on a device of its own max(s, k t) stands for it.
 
 The ring is shared by U sessions on N stages, and each choice is rated as if all of them made it: what is good for one
-alone is then never bad for all. Sessions that draft nothing, or that copy, keep step: a stage runs m = max(1, U/N) of
-them in one forward, so that k rows more cost k m rows: L(1 + k m) stands for L(k+1), and s U/m for s between windows.
-Windows that a model drafts come at their own times. Each does ``work`` on the devices of the ring, N s and, where the
-draft model's device holds a stage, k t; for the rest of ``alone = k t + L`` it is on links. On the average a window
-meets each of the others once on its way, if that one is at a device just then; work that takes always the same time is
-then half done (Pollaczek and Khinchine; the balanced job bounds of Zahorjan et al. 1982 with half the wait)::
+alone is then never bad for all. A stage runs what waits in one forward, about m = max(1, U/N) windows, so that for m
+above 1 ``L(1) C(m (k+1)) / C(m)`` stands for L(k+1), where C(r) is the cost of a forward by its rows
+(`times.row_cost`): the first few are nearly free and the others are not. Windows without drafts, or with copied ones,
+keep step: s U/m stands for s between them. Windows that a model drafts come at their own times. Each does ``work`` on
+the devices of the ring, N s and, where the draft model's device holds a stage, k t; for the rest of ``alone = k t + L``
+it is on links. A window meets each of the others at a device as often as that one is there, ``work / (N trip)`` of the
+time; half of its work is left then (Pollaczek and Khinchine), less what both do in one forward::
 
-    busy = (U - 1) work² / (2 N alone)
+    trip = alone + 0.35 (U - 1) work² / (N trip)
 
-is added to a window's time, and with several in flight no device does more than U s + k t max(1, U/N) for each.
-For 1 to 4 stages, 2 to 8 users, links of 0 and 50 ms it comes to 0.96 of a simulated cycle in the mean, with a standard
-deviation of 0.09, as windows happen to meet. What is measured in company is longer too: t is divided by
-``1 + (U - 1) / 4N``.
+and with several in flight no device does more than U s + k t max(1, U/N) for each. `bench.simulated --pace` holds it
+against simulated rings with recorded texts. Several in flight are considered as long as they leave stages to others:
+up to 2 N/U, one where everybody has a stage's worth of work in any case.
 
-The choice is the smallest setting whose rate is within 2% of the best, in company within 8%: rows that bring nothing
-are taken from others, and a window out of step holds them up. Plain decoding is k = 0. The first windows on a ring that
+The choice is the smallest setting whose rate is within 2% of the best, in company within 4% and, for every window
+that shares a forward, 5% more: rows that bring nothing are taken from others, and a window out of step holds them up. Plain decoding is k = 0. The first windows on a ring that
 nobody has measured are plain: they measure what drafting has to beat.
+
+A model that is asked goes on token by token as long as it is sure enough: what it drew last, and by how much, tells
+more than any average (`Pace.ask`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from swarm.coordinator.times import MODEL, PRIOR_CHANCE, Acceptance, Times
+from swarm.coordinator.times import LEVELS, MODEL, PRIOR_CHANCE, Acceptance, Times, row_cost
 
 MAX_K = 10
 """Drafted tokens in a window."""
@@ -74,11 +78,26 @@ MEMORY = 0.94
 QUEUED = 1.15
 """A window whose answer took so much longer than in an idle ring has waited behind another."""
 
+MET = 0.35
+"""Of another's work at a device, what a window waits that meets it there."""
+
 ENOUGH = 0.98
 """Of the best rate; see above."""
 
-ENOUGH_IN_COMPANY = 0.92
-"""The same on a shared ring, where the model of cost is off by a tenth, as windows happen to meet."""
+ENOUGH_IN_COMPANY = 0.96
+"""The same on a shared ring, where the model of cost is less exact, as windows happen to meet."""
+
+ENOUGH_BY_CROWD = 0.05
+"""Less for each window more in a forward: drafts make the groups of a ring unequal, and stages wait."""
+
+LEAST_ENOUGH = 0.8
+
+CONFIDENT = 1.08
+"""What it brings to draft as far as the model is sure, over the best constant k (recorded texts, `bench.simulated`)."""
+
+SURE = 0.7
+"""In company: the least chance that all of a window's drafts are right, the next one too. Long windows that do not come
+to much are in the way of others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +129,8 @@ class Choice:
     depth: int
     rate: float
     """Predicted tokens per second."""
+    least: float = 0.0
+    """Of drafts that are to be made: the chance that all are right below which another is not worth its time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,22 +187,35 @@ class Pace:
         if not self._company.others:
             chance = max(chance, min(chance + self._acceptance.error(MODEL), PRIOR_CHANCE[MODEL]))
         chances = [chance] * self._settings.max_k
-        best = max(choice.rate for choice in self._drafting_choices(chances, drafted=False))
+        choices = self._drafting_choices(chances, self._hoped_token_s)
+        best = max(choice.rate for choice in choices)
         return self._enough * best > self._plain_rate
 
     @property
     def _enough(self) -> float:
-        return ENOUGH_IN_COMPANY if self._company.others else ENOUGH
+        if not self._company.others:
+            return ENOUGH
+        return max(ENOUGH_IN_COMPANY - ENOUGH_BY_CROWD * (self._crowd - 1.0), LEAST_ENOUGH)
 
     @property
-    def _crowding(self) -> float:
-        """How many times longer a draft takes beside the work of others."""
-        return 1.0 + self._company.others * min(1.0 / self._stages, self._step_share) / 4.0
+    def _users(self) -> int:
+        return self._company.others + 1
+
+    @property
+    def _crowd(self) -> float:
+        """Windows in a forward."""
+        return max(1.0, self._users / self._stages)
 
     @property
     def _assumed_token_s(self) -> float:
         token_s = self._times.token_s
         return PRIOR_TOKEN * self._latency.at(1) if token_s is None else token_s
+
+    @property
+    def _hoped_token_s(self) -> float:
+        """The same where a try may still show better."""
+        token_s = self._assumed_token_s
+        return token_s if self._times.draft_known else min(token_s, PRIOR_TOKEN * self._latency.at(1))
 
     @property
     def _plain_rate(self) -> float:
@@ -196,6 +230,11 @@ class Pace:
         links = min(self._company.transit_s / whole, MAX_TRANSIT) if whole else 0.0
         return (1.0 - links) / self._stages
 
+    @property
+    def confidence_chances(self) -> tuple[float, ...]:
+        """That a token of the model is right, by how sure it is of it, as `AskDraft` has them."""
+        return tuple(self.chance(source) for source in LEVELS)
+
     def share(self, company: Company) -> None:
         """Who runs on the ring beside this session."""
         self._company = company
@@ -204,8 +243,9 @@ class Pace:
 
     def judged(self, source: int, accepted: bool) -> None:
         """A draft of `source` was compared with what the target drew."""
-        self._acceptance.judged(source, accepted)
-        self._times.acceptance.judged(source, accepted)
+        for one in {source, MODEL} if source < MODEL else {source}:
+            self._acceptance.judged(one, accepted)
+            self._times.acceptance.judged(one, accepted)
 
     def new_text(self) -> None:
         """How good the model was counts for no more than what is assumed of any."""
@@ -219,7 +259,7 @@ class Pace:
 
     def drafted(self, tokens: int, seconds: float) -> None:
         """The model drafted `tokens` in `seconds`, with nothing in flight that may have shared its device."""
-        self._times.drafted(seconds / tokens / self._crowding)
+        self._times.drafted(seconds / tokens, alone=not self._company.others)
 
     def answered(self, rows: int, sent_at: float, now: float, drafting: bool) -> None:
         """A window came back; `drafting`: meanwhile the model drafted, so that its trip is not that of an idle ring."""
@@ -240,13 +280,34 @@ class Pace:
 
     # --- choosing ---------------------------------------------------------------------------------------------------
 
-    def choose(self, sources: Sequence[int], drafted: bool = True) -> Choice:
-        """For drafts from these sources, one for each token that can be drafted; `drafted`: they are there already."""
-        candidates = list(self._candidates([self.chance(source) for source in sources], drafted))
+    def choose(self, sources: Sequence[int], drafted: bool = True, depth: int | None = None) -> Choice:
+        """For drafts from these sources, one for each token that can be drafted; `drafted`: they are there already;
+        `depth`: at most so many windows in flight."""
+        candidates = list(self._candidates([self.chance(source) for source in sources], drafted, depth))
         best = max(choice.rate for choice in candidates)
         return next(choice for choice in candidates if choice.rate >= self._enough * best)
 
-    def _candidates(self, chances: Sequence[float], drafted: bool) -> Iterator[Choice]:
+    def ask(self, count: int) -> Choice:
+        """For drafts that the model would make, at most `count`.
+
+        How many is for the model to say, token by token: another one is worth its time while the chance that it and
+        all before it are right brings more tokens than that time brings otherwise, at the rate of the best constant k.
+        """
+        choice = self.choose([MODEL] * count, drafted=False)
+        if not choice.k or self._settings.fixed_k is not None:
+            return choice
+        chance = self.chance(MODEL)
+        longer = [
+            one
+            for one in self._drafting_choices([chance] * (choice.k + 1), self._assumed_token_s)
+            if one.depth == choice.depth and one.k >= choice.k
+        ]
+        seconds = [_expected(chance, one.k) / one.rate for one in longer]
+        rate = CONFIDENT * choice.rate
+        least = rate * max(0.0, seconds[-1] - seconds[0])
+        return replace(choice, rate=rate, least=max(least, SURE) if self._company.others else least)
+
+    def _candidates(self, chances: Sequence[float], drafted: bool, depth: int | None) -> Iterator[Choice]:
         """Allowed choices, smallest first; `k` runs over the first so many of `chances`."""
         fixed = self._settings.fixed_k
         known = self._times.windows >= PLAIN_WINDOWS and (drafted or (self._latency.measured and self.model_measured))
@@ -254,10 +315,13 @@ class Pace:
         if not drafting or fixed is None:
             yield Choice(0, 1, self._plain_rate)
         if drafting:
-            yield from self._drafting_choices(chances, drafted)
+            for choice in self._drafting_choices(chances, None if drafted else self._assumed_token_s):
+                if depth is None or choice.depth <= depth or self._settings.fixed_depth is not None:
+                    yield choice
 
-    def _drafting_choices(self, chances: Sequence[float], drafted: bool) -> Iterator[Choice]:
-        fixed, token_s = self._settings.fixed_k, self._assumed_token_s
+    def _drafting_choices(self, chances: Sequence[float], token_s: float | None) -> Iterator[Choice]:
+        """`token_s`: seconds to draft one; None: they are there already."""
+        fixed = self._settings.fixed_k
         tokens, whole = 1.0, 1.0
         most = min(len(chances), fixed or self._settings.max_k)
         for k, last in enumerate(chances[:most], 1):
@@ -266,7 +330,10 @@ class Pace:
             if fixed is None or k == most:
                 drafts = _Drafts(k, tokens, whole, last)
                 for depth in self._depths():
-                    rate = self._copied_rate(drafts, depth) if drafted else self._drafted_rate(drafts, depth, token_s)
+                    if token_s is None:
+                        rate = self._copied_rate(drafts, depth)
+                    else:
+                        rate = self._drafted_rate(drafts, depth, token_s)
                     yield Choice(k, depth, rate)
 
     def _depths(self) -> Sequence[int]:
@@ -274,25 +341,31 @@ class Pace:
             return (self._settings.fixed_depth,)
         if not self._latency.measured:
             return (1,)
-        return [depth for depth in DEPTHS if depth <= min(2 * self._stages, self._window)]
+        most = 2 * self._stages // self._users if self._users < self._stages or self._users == 1 else 1
+        return [depth for depth in DEPTHS if depth <= min(most, self._window)]
+
+    def _window_latency(self, k: int) -> float:
+        """Of a window with k drafts, if everybody's had as many."""
+        crowd = self._crowd
+        if crowd == 1.0:
+            return self._latency.at(k + 1)
+        return self._latency.at(1) * row_cost(crowd * (k + 1)) / row_cost(crowd)
 
     def _copied_rate(self, drafts: _Drafts, depth: int) -> float:
         """Tokens per second with drafts that are there already: all sessions keep step."""
-        users = self._company.others + 1
-        crowd = max(1.0, users / self._stages)
-        latency = self._latency.at(1 + drafts.k * crowd)
+        latency = self._window_latency(drafts.k)
         step = self._step_share * latency
-        return self._rate(drafts, depth, latency, step, max(users / crowd * step, latency / depth))
+        return self._rate(drafts, depth, latency, step, max(self._users / self._crowd * step, latency / depth))
 
     def _drafted_rate(self, drafts: _Drafts, depth: int, token_s: float) -> float:
         """Tokens per second with drafts that the model makes, in so many seconds each: every window for itself."""
-        others, stages = self._company.others, self._stages
-        draft, latency = drafts.k * token_s, self._latency.at(drafts.k + 1)
+        draft, latency = drafts.k * token_s, self._window_latency(drafts.k)
         step, alone = self._step_share * latency, draft + latency
         shared = draft if self._holds_stage else 0.0
-        work = shared + min(stages * step, latency)
-        trip = alone + others * work * work / (2.0 * stages * alone)
-        device = (others + 1) * step + max(1.0, (others + 1) / stages) * shared
+        work = shared + min(self._stages * step, latency)
+        met = MET * self._company.others * work * work / self._stages
+        trip = (alone + math.sqrt(alone * alone + 4.0 * met)) / 2.0
+        device = self._users * step + self._crowd * shared
         return self._rate(drafts, depth, trip, step, max(device, draft, trip / depth))
 
     def _rate(self, drafts: _Drafts, depth: int, trip: float, step: float, interval: float) -> float:
@@ -303,3 +376,8 @@ class Pace:
         whole, last = drafts.whole, drafts.last
         following = whole * last / (1.0 - last**drafts.k)
         return (drafts.tokens + whole * last / (1.0 - last)) / (wait + trip + following * interval)
+
+
+def _expected(chance: float, k: int) -> float:
+    """E(k) for equal chances."""
+    return sum(chance**i for i in range(k + 1))

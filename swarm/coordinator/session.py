@@ -295,7 +295,8 @@ class Session:
             if step.ask:
                 known = self.log.ids(0, len(self.log))
                 sampling = self._current_turn().sampling
-                effects.append(AskDraft(self.attempt, len(known), known, step.ask, sampling, patient=not step.wait))
+                how = step.chances, step.least, not step.wait
+                effects.append(AskDraft(self.attempt, len(known), known, step.ask, sampling, *how))
             if step.wait:
                 break
             start = self._flights.end(self.log.fed)

@@ -6,15 +6,24 @@ drafts as soon as the draft model has read the prompt.
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Mapping
 
 from swarm.protocol.plan import Stage
 
 MODEL = 0
-"""The source that is the draft model. Others are n-gram matches, by their length in tokens (`ngram.Match`)."""
+"""The source that is the draft model, all its tokens together; below it are those by how sure it was of them
+(`confidence`). Others are n-gram matches, by their length in tokens (`ngram.Match`)."""
 
-PRIOR_CHANCE = {MODEL: 0.75, 2: 0.45, 3: 0.55, 4: 0.6, 5: 0.7, 6: 0.75, 7: 0.75, 8: 0.85}
+MARGINS = (0.5, 1.0, 2.0, 3.0)
+"""Logits; where one level of confidence ends and the next begins (`engine.sampling.draw_with_margin`)."""
+
+LEVELS = tuple(range(MODEL, MODEL - len(MARGINS) - 2, -1))
+"""`MODEL`, and all levels of confidence, the least sure first."""
+
+PRIOR_CHANCE = dict(zip(LEVELS, (0.75, 0.4, 0.45, 0.65, 0.8, 0.97), strict=True))
+PRIOR_CHANCE |= {2: 0.45, 3: 0.55, 4: 0.6, 5: 0.7, 6: 0.75, 7: 0.75, 8: 0.85}
 """Assumed acceptance, about what it was in the eight prompts of `bench.speculation`. It counts as much as
 `PRIOR_WEIGHT` judged tokens, and fades as they do."""
 
@@ -48,6 +57,12 @@ LATE_SHARE = 0.3
 """What a drafting time that is longer than expected counts beside a shorter one: whatever else a device does makes
 times longer, never shorter."""
 
+FIRST_DRAFTS = 4
+"""Of so many drafting times at first the least counts."""
+
+LATE_SHARE_IN_COMPANY = 0.02
+"""The same where the stage of that device works for others too."""
+
 MAX_JUMP = 3.0
 """A measurement counts as at most so many times what was expected: a hiccup is not a trend."""
 
@@ -56,6 +71,17 @@ CLOCK_TICK_S = 1e-4
 
 MAX_RINGS = 8
 """Rings remembered, the oldest go first."""
+
+
+def confidence(margin: float) -> int:
+    """The source of a token that was so far ahead of the next."""
+    return MODEL - 1 - bisect.bisect_right(MARGINS, margin)
+
+
+def row_cost(rows: float) -> float:
+    """A forward of so many rows, in units of one with two (`bench.costs`, the 1.5B model in 1 to 3 stages on a CPU):
+    up to four it waits for memory, from there on it computes."""
+    return max(1.0 + PRIOR_SLOPE * (max(rows, LEAST_ROWS) - LEAST_ROWS), 0.55 + 0.14 * rows)
 
 
 class Acceptance:
@@ -155,12 +181,22 @@ class Times:
         """An answer came `share` of a latency after the one before; `before`: what was believed."""
         self.step_share = before + NEW_SHARE * (min(1.0, share) - before)
 
-    def drafted(self, each_s: float) -> None:
-        """The model drafted tokens in so many seconds each, with nothing in flight that may have shared its device."""
+    def drafted(self, each_s: float, *, alone: bool) -> None:
+        """The model drafted tokens in so many seconds each, with nothing of the session in flight that may have shared
+        its device; `alone`: nor of others."""
         usual = each_s if self.token_s is None else self.token_s
         self._drafts += 1
-        share = max(NEW_SHARE, 1.0 / self._drafts) * (LATE_SHARE if each_s > usual else 1.0)
+        if not self.draft_known:
+            self.token_s = min(usual, each_s)
+            return
+        late = LATE_SHARE if alone else LATE_SHARE_IN_COMPANY
+        share = NEW_SHARE * (late if each_s > usual else 1.0)
         self.token_s = usual + share * (min(each_s, MAX_JUMP * usual) - usual)
+
+    @property
+    def draft_known(self) -> bool:
+        """It was measured often enough: the first times may have been held up by prompts of others."""
+        return self._drafts >= FIRST_DRAFTS
 
 
 class Memory:

@@ -12,7 +12,7 @@ from typing import Protocol
 import anyio
 from anyio.abc import TaskGroup
 
-from swarm.coordinator.drafter import Drafter
+from swarm.coordinator.drafter import Draft, Drafter
 from swarm.coordinator.events import (
     AskDraft,
     Begin,
@@ -208,11 +208,11 @@ class Turn:
         began = self._clock()
         with scope:
             try:
-                tokens = await self._drafter.draft(self.session.id, ask)
+                draft = await self._drafter.draft(self.session.id, ask)
             except SwarmError:
-                tokens = ()  # the session goes on without it
+                draft = Draft()  # the session goes on without it
             if not scope.cancel_called:
-                self._drafted = Drafted(ask.attempt, ask.start, tokens, self._clock() - began)
+                self._drafted = Drafted(ask.attempt, ask.start, draft.tokens, self._clock() - began, draft.sources)
                 self._wake.set()
 
     async def _emit(self, tokens: tuple[int, ...]) -> None:

@@ -22,6 +22,8 @@ class Output:
     """``[rows, hidden]`` f32 for the next stage; None after the last layer."""
     drawn: tuple[int, ...] = ()
     """After the last layer: one token for each wanted row."""
+    margins: tuple[float, ...] = ()
+    """How far each of them was ahead of the next; only from an engine that drafts (`sampling.draw_with_margin`)."""
 
 
 class Engine(Protocol):

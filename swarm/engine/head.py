@@ -9,7 +9,8 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
-from swarm.engine.sampling import draw
+from swarm.engine.base import Output
+from swarm.engine.sampling import draw, draw_with_margin
 from swarm.protocol.messages import Segment
 from swarm.protocol.tensors import Array
 
@@ -38,13 +39,19 @@ def head_rows(wanted: Sequence[int]) -> Array:
     return np.array([*wanted, *[0] * (MIN_ROWS - len(wanted))], np.int64)
 
 
-def draw_wanted(segment: Segment, logits: Array, tokens: Sequence[int], listed: Array | None = None) -> tuple[int, ...]:
-    """A token after each wanted row. `logits` are theirs, ``[wanted, vocabulary]`` or only those of the ids `listed`;
-    `tokens` the session's so far."""
+def draw_wanted(
+    segment: Segment, logits: Array, tokens: Sequence[int], listed: Array | None = None, *, margins: bool = False
+) -> Output:
+    """A token after each wanted row, with its margin or not. `logits` are theirs, ``[wanted, vocabulary]`` or only
+    those of the ids `listed`; `tokens` the session's so far."""
     end = segment.start + len(segment.tokens)
     history = np.array(tokens, np.int64) if segment.sampling.repetition_penalty != 1.0 else _NO_HISTORY
     positions = range(end - segment.wanted + 1, end + 1)
-    return tuple(
-        draw(row, segment.sampling, position, history[:position], listed)
+    rows = [
+        (row, segment.sampling, position, history[:position], listed)
         for row, position in zip(logits, positions, strict=True)
-    )
+    ]
+    if not margins:
+        return Output(drawn=tuple(draw(*row) for row in rows))
+    found = [draw_with_margin(*row) for row in rows]
+    return Output(drawn=tuple(token for token, _ in found), margins=tuple(margin for _, margin in found))

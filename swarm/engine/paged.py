@@ -53,15 +53,19 @@ class PagedEngine:
         threads: int | None = None,
         cache: Path | None = None,
         shortlist: Shortlist | None = None,
+        *,
+        margins: bool = False,
     ) -> None:
         """Compile `shard` (whose model is used up) for `device` with room for `kv_tokens` positions; blocking, seconds.
 
         Token ids lie in ``[0, vocabulary)``. `threads` limits the CPU threads of inference. Under `cache` the plugin
-        may keep what it compiled. With a `shortlist` sessions that it suits draw from it, which is for drafts.
+        may keep what it compiled. For drafts: with a `shortlist` sessions that it suits draw from it, and with
+        `margins` tokens come with theirs.
 
         Raises `DeviceError` where the device refuses.
         """
         settings = profile(device)
+        self._margins = margins
         self._device = device
         self._vocabulary = vocabulary
         self._weights = shard.weights
@@ -204,7 +208,7 @@ class PagedEngine:
         outputs, row = [], 0
         for segment, table in zip(batch, tables, strict=True):
             rows = logits[row : row + segment.wanted]
-            outputs.append(Output(drawn=draw_wanted(segment, rows, table.tokens, listed)))
+            outputs.append(draw_wanted(segment, rows, table.tokens, listed, margins=self._margins))
             row += segment.wanted
         return outputs
 

@@ -22,16 +22,34 @@ def draw(logits: Array, params: SamplingParams, position: int, history: Array, l
 
     `position` is the absolute position of the token drawn; `history` the ids before it, for the penalty.
     """
+    ids, scores = _scores(logits, params, position, history, listed)
+    best = int(scores.argmax())
+    return best if ids is None else int(ids[best])
+
+
+def draw_with_margin(
+    logits: Array, params: SamplingParams, position: int, history: Array, listed: Array | None = None
+) -> tuple[int, float]:
+    """As `draw`; and how far the token is ahead of the next, in logits (over temperature) with their noise."""
+    ids, scores = _scores(logits, params, position, history, listed)
+    best = int(scores.argmax())
+    others = max(scores[:best].max(initial=-np.inf), scores[best + 1 :].max(initial=-np.inf))
+    return best if ids is None else int(ids[best]), float(scores[best] - others)
+
+
+def _scores(
+    logits: Array, params: SamplingParams, position: int, history: Array, listed: Array | None
+) -> tuple[Array | None, Array]:
+    """Ids and what they score, None for all in order; the best is drawn."""
     if params.repetition_penalty != 1.0 and len(history):
         seen = np.unique(history)
         seen = seen[(seen >= 0) & (seen < len(logits))] if listed is None else np.flatnonzero(np.isin(listed, seen))
         logits = _penalized(logits, seen, params.repetition_penalty)
     if params.greedy:
-        best = int(logits.argmax())
-        return best if listed is None else int(listed[best])
+        return listed, logits
     ids, scaled = _candidates(logits, params)
     ids = ids if listed is None else listed[ids]
-    return int(ids[(scaled + gumbel(params.seed, position, ids)).argmax()])
+    return ids, scaled + gumbel(params.seed, position, ids)
 
 
 def _penalized(logits: Array, seen: Array, penalty: float) -> Array:

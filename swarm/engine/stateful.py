@@ -261,7 +261,7 @@ class StatefulEngine:
         if not self._last:
             return Output(hidden=hidden)
         self._drawn_from += logits
-        return Output(drawn=draw_wanted(segment, np.concatenate(logits), session.tokens))
+        return draw_wanted(segment, np.concatenate(logits), session.tokens)
 
     def _forward(self, session: _Session, segment: Segment, rows: range, wanted: range) -> Array:
         """Run some `rows` of `segment`: the hidden rows, or the logits of those that are `wanted`, and padding.

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench import recorded
 from bench.clock import Core, RowCosts, World
-from bench.simulated import PLAIN, Run, forgetful, simulate, timed_engine
-from bench.simulator import Draft, Links, Ring, User
+from bench.simulated import PLAIN, Run, reading, simulate, timed_engine
+from bench.simulator import Draft, Forgetful, Links, Ring, User
 from swarm.coordinator.pace import Speculation
 from swarm.engine.selftest import segment
 
@@ -21,6 +22,10 @@ PROMPT = tuple(range(40))
 def flat(milliseconds: float) -> RowCosts:
     """The same for any number of rows."""
     return RowCosts(((1, milliseconds), (2, milliseconds)))
+
+
+def forgetful(costs: RowCosts, acceptance: float) -> Draft:
+    return Draft(lambda: Forgetful(timed_engine(True, True), acceptance), costs)
 
 
 def always_right(milliseconds: float) -> Draft:
@@ -123,6 +128,32 @@ def test_the_next_session_drafts_as_soon_as_the_draft_model_has_read_its_prompt(
         (one,) = ring.ask([User(PROMPT, 8, speculation=Speculation(ngram=False))])
         drafted.append(one.session.speculation.model_drafted)
     assert drafted[1] > drafted[0]
+
+
+@pytest.mark.parametrize("users", [1, 3])
+def test_recorded_texts_are_said_again_whatever_is_drafted(users: int) -> None:
+    texts = recorded.texts()
+    engines = [timed_engine(True, False), recorded.Reading(timed_engine(False, True), texts)]
+    ring = Ring(World(), engines, [flat(20.0)] * 2, NEAR, reading(flat(5.0), texts))
+    for first in range(len(texts)):
+        asked = [texts[(first + user) % len(texts)] for user in range(users)]
+        found = ring.ask([User(text.prompt, 60, home=index % 2) for index, text in enumerate(asked)])
+        assert [tuple(one.answer.tokens) for one in found] == [text.answer[:60] for text in asked]
+    assert sum(one.session.speculation.accepted for one in found) > 0
+
+
+@pytest.mark.parametrize(("stages", "users"), [(1, 1), (1, 2), (1, 8), (2, 1), (2, 2), (2, 8), (2, 16), (4, 3), (4, 8)])
+def test_the_adaptive_pace_is_never_slower_than_plain_decoding(stages: int, users: int) -> None:
+    """With what rows and drafts of the 1.5B model cost, a draft model and n-gram together, recorded texts."""
+    texts = recorded.texts()
+    costs = [
+        RowCosts(((2, 71.3), (4, 80.0), (6, 100.0), (8, 118.0), (16, 195.0), (32, 354.0))).times(1 / stages)
+    ] * stages
+    draft = reading(RowCosts(((2, 20.0), (4, 22.0), (8, 30.0), (32, 92.0))), texts)
+    plain, adaptive = (
+        simulate(costs, users, way, Links(message_s=0.0005), draft, texts).rate for way in (PLAIN, Speculation())
+    )
+    assert adaptive > (1.4 if users == 1 else 0.99) * plain
 
 
 # --- the text ---------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from dataclasses import replace
 import anyio
 import pytest
 
+from swarm.coordinator.drafter import Draft
 from swarm.coordinator.events import AskDraft
 from swarm.coordinator.pace import Speculation
 from swarm.coordinator.requests import GenerateRequest
@@ -32,7 +33,7 @@ class Oracle:
         self.asked: list[AskDraft] = []
         self.closed: list[SessionId] = []
 
-    async def draft(self, session: SessionId, ask: AskDraft) -> tuple[int, ...]:
+    async def draft(self, session: SessionId, ask: AskDraft) -> Draft:
         self.asked.append(ask)
         await anyio.lowlevel.checkpoint()
         if self.hang:
@@ -40,7 +41,7 @@ class Oracle:
         if self.error is not None:
             raise self.error
         start = ask.start - self.prompt_tokens
-        return tuple(self.answer[start : start + ask.count])
+        return Draft(tuple(self.answer[start : start + ask.count]))
 
     def close_session(self, session: SessionId) -> None:
         self.closed.append(session)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.engines import Over
 from swarm.coordinator.draft_book import CHUNK_ROWS, MAX_SESSIONS, SIBLING_ROWS, DraftBook
 from swarm.coordinator.events import AskDraft
+from swarm.coordinator.times import confidence
+from swarm.engine.base import Engine, Output
 from swarm.engine.timed import StageTimes, TimedEngine
 from swarm.protocol.ids import SessionId
-from swarm.protocol.messages import RowKind
+from swarm.protocol.messages import RowKind, Segment
 from swarm.protocol.sampling import GREEDY
 
 VOCABULARY = 50
@@ -22,6 +28,20 @@ def session(number: int) -> SessionId:
 
 def ask(tokens: tuple[int, ...], count: int) -> AskDraft:
     return AskDraft(0, len(tokens), tokens, count, GREEDY)
+
+
+class Sure(Over[TimedEngine]):
+    """Says how far ahead each token was: `margins` in turn, and then always 9."""
+
+    def __init__(self, *margins: float) -> None:
+        super().__init__(engine())
+        self._margins = list(margins)
+
+    def run(self, batch: Sequence[Segment]) -> list[Output]:
+        return [
+            replace(output, margins=tuple(self._margins.pop(0) if self._margins else 9.0 for _ in output.drawn))
+            for output in super().run(batch)
+        ]
 
 
 def engine(kv_tokens: int = 100_000) -> TimedEngine:
@@ -39,7 +59,7 @@ def following(tokens: tuple[int, ...], count: int) -> tuple[int, ...]:
     return found[len(tokens) :]
 
 
-def run(book: DraftBook, runs: TimedEngine) -> tuple[list[int], list[RowKind]]:
+def run(book: DraftBook, runs: Engine) -> tuple[list[int], list[RowKind]]:
     """Step until nothing is asked for: rows and kinds of the segments."""
     rows, kinds = [], []
     while book:
@@ -50,6 +70,32 @@ def run(book: DraftBook, runs: TimedEngine) -> tuple[list[int], list[RowKind]]:
         rows += [len(segment.tokens) for segment in batch]
         kinds += [segment.kind for segment in batch]
     return rows, kinds
+
+
+@pytest.mark.parametrize(
+    ("margins", "least", "drafted"),
+    [
+        ((), 0.5, 10),  # sure to the end
+        ((9.0, 0.1), 0.5, 2),  # the doubtful one is said, and nothing behind it
+        ((0.1,), 0.5, 1),  # one always is
+        ((0.1,), 0.0, 10),
+        ((1.5, 9.0, 1.5), 0.3, 3),  # one doubt may pass, two are too many
+    ],
+)
+def test_it_drafts_as_far_as_it_is_sure(margins: tuple[float, ...], least: float, drafted: int) -> None:
+    chances = (0.8, 0.3, 0.4, 0.6, 0.8, 1.0)
+    book, prompt = DraftBook(), tuple(range(40))
+    job, _ = book.put(session(1), replace(ask(prompt, 10), chances=chances, least=least))
+    run(book, Sure(*margins))
+    assert tuple(job.drafted) == following(prompt, drafted)
+    assert job.sources == [confidence(margin) for margin in (*margins, *[9.0] * 10)[:drafted]]
+
+
+def test_a_model_that_does_not_say_how_sure_it_is_drafts_as_far_as_it_mostly_is_right() -> None:
+    book, prompt = DraftBook(), tuple(range(40))
+    job, _ = book.put(session(1), replace(ask(prompt, 10), chances=(0.8, 0.3, 0.4, 0.6, 0.8, 1.0), least=0.5))
+    run(book, engine())
+    assert len(job.drafted) == 3, "0.8 to the fourth is less than a half"
 
 
 def test_only_what_is_new_is_run() -> None:

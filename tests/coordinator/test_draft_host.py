@@ -92,7 +92,7 @@ async def test_what_is_offered_drafts() -> None:
         host.offer(model("one"))
         drafter = await node.drafter()
         assert host.name == "one"
-        assert await drafter.draft(session(1), ask(PROMPT, 3)) == following(PROMPT, 3)
+        assert (await drafter.draft(session(1), ask(PROMPT, 3))).tokens == following(PROMPT, 3)
 
 
 async def test_another_takes_its_place_and_none_ends_it() -> None:
@@ -106,7 +106,7 @@ async def test_another_takes_its_place_and_none_ends_it() -> None:
         assert not first.available
         assert node.engines["one"].closed
         second = await node.drafter()
-        assert await second.draft(session(1), ask(PROMPT, 2)) == following(PROMPT, 2)
+        assert (await second.draft(session(1), ask(PROMPT, 2))).tokens == following(PROMPT, 2)
         host.offer(None)
         with anyio.fail_after(WAIT_S):
             while node.drafters[-1] is not None:
@@ -129,7 +129,7 @@ async def test_a_device_that_fails_is_said() -> None:
         host.offer(model("one"))
         drafter = await node.drafter()
         node.engines["one"].failure = DeviceError("the device is gone")
-        assert await drafter.draft(session(1), ask(PROMPT, 3)) == ()
+        assert (await drafter.draft(session(1), ask(PROMPT, 3))).tokens == ()
         await node.until_told(1)
         assert "the device is gone" in node.notices[0]
         assert node.drafters[-1] is None

@@ -80,17 +80,17 @@ async def drafting(engine: TimedEngine | PagedEngine, ask_s: float = WAIT_S) -> 
 async def test_drafts_are_the_continuation() -> None:
     async with drafting(Gated(open_=True)) as model:
         assert model.available
-        assert await model.draft(session(1), ask(PROMPT, 4)) == following(PROMPT, 4)
+        assert (await model.draft(session(1), ask(PROMPT, 4))).tokens == following(PROMPT, 4)
         longer = PROMPT + following(PROMPT, 4)
-        assert await model.draft(session(1), ask(longer, 2)) == following(longer, 2)
-        assert await model.draft(session(1), ask(PROMPT[:7], 2)) == following(PROMPT[:7], 2)
+        assert (await model.draft(session(1), ask(longer, 2))).tokens == following(longer, 2)
+        assert (await model.draft(session(1), ask(PROMPT[:7], 2))).tokens == following(PROMPT[:7], 2)
 
 
 async def test_nothing_is_asked_for() -> None:
     async with drafting(Gated()) as model:
-        assert await model.draft(session(1), ask((), 3)) == ()
-        assert await model.draft(session(1), ask(PROMPT, 0)) == ()
-    assert await DraftModel(Gated()).draft(session(1), ask(PROMPT, 1)) == ()
+        assert (await model.draft(session(1), ask((), 3))).tokens == ()
+        assert (await model.draft(session(1), ask(PROMPT, 0))).tokens == ()
+    assert (await DraftModel(Gated()).draft(session(1), ask(PROMPT, 1))).tokens == ()
 
 
 async def test_asks_that_wait_are_run_together() -> None:
@@ -99,7 +99,7 @@ async def test_asks_that_wait_are_run_together() -> None:
     async with drafting(engine) as model, anyio.create_task_group() as asks:
 
         async def one(number: int) -> None:
-            found[number] = await model.draft(session(number), ask((number, 2), 3))
+            found[number] = (await model.draft(session(number), ask((number, 2), 3))).tokens
 
         asks.start_soon(one, 0)
         await engine.begun()
@@ -118,7 +118,7 @@ async def test_a_newer_ask_ends_the_older_between_two_steps() -> None:
     async with drafting(engine) as model, anyio.create_task_group() as asks:
 
         async def one(name: str, tokens: tuple[int, ...], count: int) -> None:
-            found[name] = await model.draft(session(1), ask(tokens, count))
+            found[name] = (await model.draft(session(1), ask(tokens, count))).tokens
 
         asks.start_soon(one, "old", PROMPT, 9)
         await engine.one()
@@ -143,29 +143,29 @@ async def test_a_cancelled_ask_stops_between_two_steps() -> None:
         engine.gate.release()
         await anyio.wait_all_tasks_blocked()
         engine.gate = threading.Semaphore(100)
-        assert await model.draft(session(2), ask((1, 2), 1)) == following((1, 2), 1)
+        assert (await model.draft(session(2), ask((1, 2), 1))).tokens == following((1, 2), 1)
     assert [batch[0].session for batch in engine.batches] == [session(1), session(1), session(2)]
 
 
 async def test_an_ask_that_nobody_waits_for_takes_its_time() -> None:
     """The model reads a prompt beside a ring on the same device; it is not given up for that."""
     async with drafting(Gated(open_=True), ask_s=0.0) as model:
-        assert await model.draft(session(1), ask(PROMPT, 1)) == ()
+        assert (await model.draft(session(1), ask(PROMPT, 1))).tokens == ()
         patient = replace(ask((3,) * 200, 1), patient=True)
-        assert await model.draft(session(2), patient) == following((3,) * 200, 1)
+        assert (await model.draft(session(2), patient)).tokens == following((3,) * 200, 1)
 
 
 async def test_a_late_ask_gets_what_there_is_and_its_prompt_is_fed_on() -> None:
     engine = Gated()
     long = tuple([3] * 200)
     async with drafting(engine, ask_s=0.05) as model:
-        assert await model.draft(session(1), ask(long, 4)) == ()
+        assert (await model.draft(session(1), ask(long, 4))).tokens == ()
         for _ in range(4):
             await engine.one()
         engine.gate = threading.Semaphore(100)
         await anyio.wait_all_tasks_blocked()
         model._ask_s = WAIT_S
-        assert await model.draft(session(1), ask((*long, 8), 1)) == following((*long, 8), 1)
+        assert (await model.draft(session(1), ask((*long, 8), 1))).tokens == following((*long, 8), 1)
     rows = [sum(len(segment.tokens) for segment in batch) for batch in engine.batches]
     assert rows == [64, 64, 64, 8, 1]
 
@@ -177,24 +177,24 @@ async def test_a_closed_session_is_freed() -> None:
         free = engine.free_tokens
         model.close_session(session(1))
         model.close_session(session(7))
-        assert await model.draft(session(2), ask((1, 2), 1)) == following((1, 2), 1)
+        assert (await model.draft(session(2), ask((1, 2), 1))).tokens == following((1, 2), 1)
         assert engine.free_tokens == free
-        assert await model.draft(session(1), ask(PROMPT, 1)) == following(PROMPT, 1)
+        assert (await model.draft(session(1), ask(PROMPT, 1))).tokens == following(PROMPT, 1)
 
 
 async def test_caches_that_are_only_kept_give_way() -> None:
     engine = Gated(kv_tokens=128, open_=True)
     async with drafting(engine) as model:
         for number in range(9):
-            assert await model.draft(session(number), ask(PROMPT, 1)) == following(PROMPT, 1)
-        assert await model.draft(session(50), ask(PROMPT * 4, 2)) == following(PROMPT * 4, 2)
+            assert (await model.draft(session(number), ask(PROMPT, 1))).tokens == following(PROMPT, 1)
+        assert (await model.draft(session(50), ask(PROMPT * 4, 2))).tokens == following(PROMPT * 4, 2)
 
 
 async def test_what_never_fits_gets_no_draft() -> None:
     async with drafting(Gated(kv_tokens=64, open_=True)) as model:
-        assert await model.draft(session(1), ask(PROMPT * 5, 2)) == ()
-        assert await model.draft(session(2), ask((VOCABULARY,), 2)) == ()
-        assert await model.draft(session(1), ask(PROMPT, 2)) == following(PROMPT, 2)
+        assert (await model.draft(session(1), ask(PROMPT * 5, 2))).tokens == ()
+        assert (await model.draft(session(2), ask((VOCABULARY,), 2))).tokens == ()
+        assert (await model.draft(session(1), ask(PROMPT, 2))).tokens == following(PROMPT, 2)
 
 
 async def test_two_that_do_not_fit_together_take_turns_or_go_without() -> None:
@@ -202,7 +202,7 @@ async def test_two_that_do_not_fit_together_take_turns_or_go_without() -> None:
     async with drafting(Gated(kv_tokens=64, open_=True)) as model, anyio.create_task_group() as asks:
 
         async def one(number: int) -> None:
-            found.append(await model.draft(session(number), ask((*PROMPT, number), 8)))
+            found.append((await model.draft(session(number), ask((*PROMPT, number), 8))).tokens)
 
         asks.start_soon(one, 1)
         asks.start_soon(one, 2)
@@ -217,7 +217,7 @@ async def test_the_end_in_the_middle_of_a_draft_waits_for_one_step_only() -> Non
         async with drafting(engine) as model:
 
             async def one() -> None:
-                found.append(await model.draft(session(1), ask(PROMPT, 9)))
+                found.append((await model.draft(session(1), ask(PROMPT, 9))).tokens)
 
             asks.start_soon(one)
             await engine.one()
@@ -231,13 +231,13 @@ async def test_the_end_in_the_middle_of_a_draft_waits_for_one_step_only() -> Non
 async def test_whatever_fails_in_a_forward_ends_the_drafting_and_nothing_else(failure: Exception) -> None:
     engine = Gated(open_=True)
     async with drafting(engine) as model:
-        assert await model.draft(session(1), ask(PROMPT, 1))
+        assert (await model.draft(session(1), ask(PROMPT, 1))).tokens
         engine.failure = failure
-        assert await model.draft(session(1), ask(PROMPT, 2)) == ()
+        assert (await model.draft(session(1), ask(PROMPT, 2))).tokens == ()
         await anyio.wait_all_tasks_blocked()
         assert not model.available
         assert "the device is gone" in model.broken
-        assert await model.draft(session(1), ask(PROMPT, 2)) == ()
+        assert (await model.draft(session(1), ask(PROMPT, 2))).tokens == ()
 
 
 def whole(model: ov.Model, layers: int, vocabulary: int) -> PagedEngine:
@@ -268,7 +268,7 @@ async def check_always_right(
             wrong = (*sequence, answer[done] ^ 1)
             count = min(5, len(answer) - done)
             for tokens in (wrong, sequence):
-                drafts = await model.draft(session(2), AskDraft(0, len(tokens), tokens, count, sampling))
+                drafts = (await model.draft(session(2), AskDraft(0, len(tokens), tokens, count, sampling))).tokens
             assert list(drafts) == answer[done : done + count]
             done += count
 

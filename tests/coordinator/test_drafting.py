@@ -9,12 +9,14 @@ import pytest
 from swarm.coordinator.drafting import PROBE_AFTER, Drafting, Step
 from swarm.coordinator.events import Begin, Drafted
 from swarm.coordinator.pace import PLAIN_WINDOWS, Speculation
+from swarm.coordinator.times import LEVELS
 from swarm.coordinator.token_log import TokenLog
 from tests.coordinator.fake_stages import MODEL
 
 PERIOD = (11, 12, 13, 14, 15)
 PROMPT = PERIOD * 4
 ROOM = 1000
+UNSURE, SUREST = LEVELS[1], LEVELS[-1]
 
 
 class Bench:
@@ -54,8 +56,10 @@ class Bench:
                 self.drafting.clear(self.log.certain)
                 return
 
-    def answer(self, start: int, *tokens: int, seconds: float = 0.1, current: bool = True) -> None:
-        self.drafting.drafted(Drafted(0, start, tokens, seconds), current, self.log, self.now)
+    def answer(
+        self, start: int, *tokens: int, seconds: float = 0.1, current: bool = True, sources: tuple[int, ...] = ()
+    ) -> None:
+        self.drafting.drafted(Drafted(0, start, tokens, seconds, sources), current, self.log, self.now)
 
     def warm(self) -> None:
         """Past the plain windows, with a draft model that has read the prompt and costs 0.1 s a token."""
@@ -65,7 +69,8 @@ class Bench:
                 self.answer(len(self.log), 99)
             self.draw(100 + token)
         step = self.next()
-        assert step == Step(ask=1, wait=True), "its speed is measured"
+        assert step.wait
+        assert step.ask
         self.answer(len(self.log), 200)
         assert self.next().tokens == (200,)
         self.draw(200, 201)
@@ -144,8 +149,35 @@ def test_a_good_model_is_asked_for_more() -> None:
     step = bench.next()
     assert step.wait
     assert step.ask >= 1
-    bench.answer(len(bench.log), *range(300, 300 + step.ask))
+    assert step.chances == bench.drafting._pace.confidence_chances
+    assert 0.0 < step.least < 1.0
+    bench.answer(len(bench.log), *range(300, 300 + step.ask), sources=(SUREST,) * step.ask)
     assert bench.next().tokens == tuple(range(300, 300 + step.ask))
+
+
+def test_what_the_model_doubts_is_not_sent() -> None:
+    """Where a row costs a third of a window: what follows a doubtful token would be of little use."""
+    bench = Bench(model=True, prompt=tuple(range(30)))
+    bench.warm()
+    for number in range(30):
+        rows, sent = (2, 6, 10)[number % 3], 100.0 * (number + 1)
+        bench.drafting.answered(rows, sent, sent + 1.0 + (rows - 2) / 3)
+    assert bench.next().ask
+    bench.answer(len(bench.log), 300, 301, 302, sources=(SUREST, UNSURE, SUREST))
+    assert bench.next().tokens == (300,)
+
+
+def test_how_sure_the_model_was_is_judged_by_what_the_target_draws() -> None:
+    bench = Bench(model=True, prompt=tuple(range(30)))
+    bench.warm()
+    before = bench.drafting._pace.confidence_chances
+    assert bench.next().ask
+    bench.answer(len(bench.log), 300, 301, sources=(SUREST, UNSURE))
+    sent = bench.next().tokens
+    bench.draw(*sent[:1], 999)
+    after = bench.drafting._pace.confidence_chances
+    assert after[-SUREST] > before[-SUREST]
+    assert after[-UNSURE] < before[-UNSURE]
 
 
 def test_a_late_draft_is_compared_with_what_was_drawn_and_the_rest_is_used() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.engine import sampling
-from swarm.engine.sampling import draw, gumbel
+from swarm.engine.sampling import draw, draw_with_margin, gumbel
 from swarm.protocol.sampling import GREEDY, SamplingParams
 from swarm.protocol.tensors import Array
 
@@ -159,6 +159,22 @@ def test_a_shortlist_draws_as_if_the_others_were_impossible(
     whole[listed] = logits[listed]
     for chosen in (p, replace(p, temperature=0.0)):
         assert draw(logits[listed], chosen, position, history, listed) == draw(whole, chosen, position, history)
+
+
+@given(logits_lists, st.just(GREEDY) | params, st.integers(0, 5000))
+def test_a_margin_changes_no_draw_and_is_what_the_token_was_ahead(
+    values: list[float], p: SamplingParams, position: int
+) -> None:
+    token, margin = draw_with_margin(f32(values), p, position, NOTHING)
+    assert token == draw(f32(values), p, position, NOTHING)
+    assert margin >= 0.0
+    if p.greedy:
+        others = [value for index, value in enumerate(values) if index != token]
+        assert margin == pytest.approx(values[token] - max(others, default=-math.inf), abs=1e-5)
+    elif replace(p, top_k=0, top_p=1.0, min_p=0.0) == p:
+        noisy = f32(values) / p.temperature + gumbel(p.seed, position, np.arange(len(values)))
+        others = [value for index, value in enumerate(noisy) if index != token]
+        assert margin == pytest.approx(noisy[token] - max(others, default=-math.inf), abs=1e-3)
 
 
 def test_top_k_keeps_the_first_of_equal_logits() -> None:

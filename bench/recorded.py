@@ -1,0 +1,121 @@
+"""Recorded answers: what the 1.5B target says to the eight prompts, and what its draft would say at each position.
+
+With them the simulator runs on real texts without a model: drafts are right where they were, n-gram finds what it
+found, and the same course of events comes out every time (`bench.simulated`).
+
+``python -m bench.recorded`` records them anew, into ``bench/texts/answers.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+from bench import models
+from bench.drafts import Party, engine_of
+from bench.engines import Over
+from bench.report import cores, on_core
+from swarm.engine.base import Engine, Output
+from swarm.engine.selftest import segment
+from swarm.model.tokenizer import Tokenizer
+from swarm.protocol.ids import SessionId
+from swarm.protocol.messages import RowKind, Segment
+from tests.prompts import PROMPTS
+
+TOKENS = 192
+PATH = Path(__file__).parent / "texts" / "answers.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """One answer, greedy, that does not stop early."""
+
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+    drafted: tuple[int, ...]
+    """What the draft draws at each position of the answer, all before it being the target's."""
+    margins: tuple[float, ...]
+    """How far ahead of the next (`engine.sampling.draw_with_margin`)."""
+
+
+def main() -> None:
+    argparse.ArgumentParser(prog="python -m bench.recorded", description=__doc__).parse_args()
+    texts = on_core(cores()[-1], _record, TOKENS)
+    PATH.write_text(json.dumps([asdict(text) for text in texts]) + "\n")
+    for text in texts:
+        right = sum(one == other for one, other in zip(text.answer, text.drafted, strict=True))
+        print(f"{len(text.prompt)} tokens of prompt, {len(text.answer)} of answer, drafts right {right}")
+
+
+@cache
+def texts() -> tuple[Text, ...]:
+    """As they were recorded, in the order of `tests.prompts.PROMPTS`."""
+    return tuple(Text(**{name: tuple(ids) for name, ids in one.items()}) for one in json.loads(PATH.read_text()))
+
+
+def _record(tokens: int) -> list[Text]:
+    target, draft = engine_of(Party(models.qwen_int4())), engine_of(Party(models.draft_int4(), short=True))
+    tokenizer = Tokenizer.load(models.qwen_int4())
+    found = []
+    for number, prompt in enumerate(PROMPTS.values()):
+        rows = tuple(tokenizer.encode(tokenizer.render_chat([("user", prompt)])))
+        answer, drafted, margins = [], [], []
+        start, kind, ids = 0, RowKind.PREFILL, rows
+        for _ in range(tokens):
+            step = segment(number, start, ids, 1, kind)
+            (output,), (guess,) = target.run([step]), draft.run([step])
+            start, kind, ids = start + len(ids), RowKind.DECODE, output.drawn
+            answer += output.drawn
+            drafted += guess.drawn
+            margins += [round(margin, 3) for margin in guess.margins]
+        for engine in (target, draft):
+            engine.close_session(step.session)
+        found.append(Text(rows, tuple(answer), tuple(drafted), tuple(margins)))
+    return found
+
+
+class Reading(Over[Engine]):
+    """An engine that says what was recorded, over one that keeps the books.
+
+    A session is known by its prompt. What follows a draft that was wrong is never judged: it may be anything.
+    """
+
+    def __init__(self, engine: Engine, texts: Sequence[Text], *, draft: bool = False) -> None:
+        super().__init__(engine)
+        self._texts = {text.prompt: text for text in texts}
+        self._draft = draft
+        self._rows: dict[SessionId, list[int]] = {}
+        self._read: dict[SessionId, Text] = {}
+
+    def run(self, batch: Sequence[Segment]) -> list[Output]:
+        outputs = self._engine.run(batch)
+        return [self._say(one, output) for one, output in zip(batch, outputs, strict=True)]
+
+    def _say(self, one: Segment, output: Output) -> Output:
+        rows = self._rows.setdefault(one.session, [])
+        del rows[one.start :]
+        rows += one.tokens
+        if not output.drawn:
+            return output
+        if one.session not in self._read:
+            found = (text for prompt, text in self._texts.items() if tuple(rows[: len(prompt)]) == prompt)
+            self._read[one.session] = next(found)
+        text = self._read[one.session]
+        end = len(rows) + 1 - len(text.prompt)
+        said = slice(end - one.wanted, end)
+        if self._draft:
+            return Output(drawn=text.drafted[said], margins=text.margins[said])
+        return Output(drawn=text.answer[said])
+
+    def close_session(self, session: SessionId) -> None:
+        self._rows.pop(session, None)
+        self._read.pop(session, None)
+        super().close_session(session)
+
+
+if __name__ == "__main__":
+    main()
