@@ -88,7 +88,10 @@ def stage_engine(
     vocabulary = model.output(0).get_partial_shape()[2].get_length()
     start, end = (min(layers, round((layers + HEAD_LAYERS) * i / stages)) for i in (index, index + 1))
     shard = Shard(cut(model, start, end))
-    return PagedEngine(shard, "CPU", kv_tokens, vocabulary, 1, shortlist=shortlist), (start, end)
+    return PagedEngine(shard, "CPU", kv_tokens, vocabulary, 1, shortlist=shortlist, margins=shortlist is not None), (
+        start,
+        end,
+    )
 
 
 def kept() -> dict[str, float]:

@@ -134,14 +134,14 @@ def speeds(parties: Mapping[str, Party], rounds: int) -> dict[str, float]:
     return {f"{name}_ms": statistics.median(found) for name, found in times.items()}
 
 
-def engine_of(party: Party) -> PagedEngine:
+def engine_of(party: Party, kv_tokens: int = _KV_TOKENS) -> PagedEngine:
     """The whole model on one thread."""
     model = ov.Core().read_model(party.ir / "openvino_model.xml")
     layers = map_layers(Graph.of(model)).layers
     vocabulary = model.output(0).get_partial_shape()[2].get_length()
     shortlist = models.shortlist(party.ir) if party.short else None
     shard, margins = Shard(cut(model, 0, layers)), party.short
-    return PagedEngine(shard, "CPU", _KV_TOKENS, vocabulary, 1, shortlist=shortlist, margins=margins)
+    return PagedEngine(shard, "CPU", kv_tokens, vocabulary, 1, shortlist=shortlist, margins=margins)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from random import Random
 import anyio
 
 from bench import models
+from bench.drafts import Party, engine_of
 from bench.exactness import ENGINES, STAGES, add_parts, engines_of, part_of
 from bench.guests import Guest, Mix, Told, invite, other_question, receive
 from bench.ledger import Ledger, Recorded, Row
@@ -274,8 +275,10 @@ def subject_of(model: str, tokens: int) -> Subject:
     ir = models.smollm2() if model == "smollm2" else models.qwen_int4()
 
     def draft() -> Engine:
-        (engine,) = engines_of(ir if model == "smollm2" else models.draft_int4())(PAGED, 1, 32 * LONGEST)
-        return Forgetful(engine, 0.67) if model == "smollm2" else engine
+        if model == "qwen":
+            return engine_of(Party(models.draft_int4(), short=True), 32 * LONGEST)
+        (engine,) = engines_of(ir)(PAGED, 1, 32 * LONGEST)
+        return Forgetful(engine, 0.67)
 
     return Subject(engines_of(ir), Tokenizer.load(ir), tokens, draft)
 

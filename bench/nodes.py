@@ -161,9 +161,9 @@ async def formed(session: aiohttp.ClientSession, url: str, stages: int, *, draft
         await anyio.sleep(0.5)
 
 
-async def ask_together(api: str, users: int, turn: int, tokens: int) -> Round:
-    """`users` prompts at once."""
-    asking = [ask(api, prompt_of(turn + user), tokens) for user in range(users)]
+async def ask_together(apis: Sequence[str], users: int, turn: int, tokens: int) -> Round:
+    """`users` prompts at once, each asked of the next PC in turn: people sit at their own."""
+    asking = [ask(apis[user % len(apis)], prompt_of(turn + user), tokens) for user in range(users)]
     return together(await asyncio.gather(*asking))
 
 

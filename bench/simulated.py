@@ -164,7 +164,7 @@ def compare(name: str, run: Run, base: Run) -> dict[str, float]:
 
 
 def pace(measured: dict[str, float]) -> dict[str, float]:
-    """The adaptive pace over plain decoding, and over the best of that and some fixed settings, in rings of all kinds."""
+    """The adaptive pace over plain decoding, and over the best of that and some fixed ones, in rings of all kinds."""
     texts, shares, gains = recorded.texts(), [], []
     for count, delay_ms, users in itertools.product((1, 2, 4), (0, 50), (1, 2, 3, 4, 8)):
         if count == 1 and delay_ms:

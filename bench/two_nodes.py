@@ -1,8 +1,8 @@
 """Two nodes, a core each, against one PC: the whole model on one core in our engine, one user.
 
-Real processes of ``node.py`` on loopback, asked over the HTTP API of the first; each has too little memory for the
-whole model, so that they share it. The first node's core also carries the coordinator, the tokenizer and the API; the
-users' clients (see `clients`) run on the last core.
+Real processes of ``node.py`` on loopback; each has too little memory for the whole model, so that they share it. Users
+sit at the nodes in turn and ask over their HTTP APIs. A node's core also carries the coordinator, the tokenizer and the
+API for its users; their clients (see `clients`) run on the last core.
 
 Two cores share the way to memory, which two PCs do not: `one_pc_beside_tokens_per_second` is one PC while another one
 works on the other core, and `…_beside` are the figures over that.
@@ -107,7 +107,7 @@ async def measure(
                 found = {}
                 for count in users:
                     with first_in_line(first, ring.processes):
-                        found[count] = await ask_together(ring.apis[0], count, turn, tokens)
+                        found[count] = await ask_together(ring.apis, count, turn, tokens)
                 if turn:
                     solo.append(alone)
                     beside.append(company)

@@ -2,7 +2,8 @@
 
 openvino_genai answers one user, and many with its continuous batching. A part is one engine with speculation on or off;
 its parties take turns, round by round, and every rate is also told as a multiple of openvino_genai with one user in the
-same round. The users' clients (see `clients`) run on the last core.
+same round. Users sit at
+the nodes in turn; their clients (see `clients`) run on the last core.
 
 ``python -m bench.users [--model qwen|smollm2] [--part paged|paged-spec|stateful|stateful-spec]… [--users N]…
 [--quick]``
@@ -132,7 +133,7 @@ async def measure(plan: Plan, part: Part, near: int, far: int, batching: Sequenc
                     share["genai"] = await asyncio.get_running_loop().run_in_executor(genai, answer_batched, *asked)
                 for name, (ring, _) in rings.items():
                     with first_in_line(plan.first, ring.processes):
-                        share[name] = await ask_together(ring.apis[0], count, turn, tokens)
+                        share[name] = await ask_together(ring.apis, count, turn, tokens)
                 rates = ", ".join(f"{name} {one.rate:.1f}" for name, one in share.items())
                 print(f"round {turn}: {count} users: {rates} tok/s", file=sys.stderr, flush=True)
                 for name, one in share.items() if turn else ():

@@ -42,8 +42,9 @@ against simulated rings with recorded texts. Several in flight are considered as
 up to 2 N/U, one where everybody has a stage's worth of work in any case.
 
 The choice is the smallest setting whose rate is within 2% of the best, in company within 4% and, for every window
-that shares a forward, 5% more: rows that bring nothing are taken from others, and a window out of step holds them up. Plain decoding is k = 0. The first windows on a ring that
-nobody has measured are plain: they measure what drafting has to beat.
+that shares a forward, 5% more: rows that bring nothing are taken from others, and a window out of step holds them up.
+Plain decoding is k = 0. The first windows on a ring that nobody has measured are plain: they measure what drafting has
+to beat.
 
 A model that is asked goes on token by token as long as it is sure enough: what it drew last, and by how much, tells
 more than any average (`Pace.ask`).
