@@ -2,8 +2,7 @@
 
 openvino_genai answers one user, and many with its continuous batching. A part is one engine with speculation on or off;
 its parties take turns, round by round, and every rate is also told as a multiple of openvino_genai with one user in the
-same round. Users sit at
-the nodes in turn; their clients (see `clients`) run on the last core.
+same round. Users sit at the nodes in turn; their clients (see `clients`) run on the last core.
 
 ``python -m bench.users [--model qwen|smollm2] [--part paged|paged-spec|stateful|stateful-spec]… [--users N]…
 [--quick]``
