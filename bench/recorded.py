@@ -1,4 +1,4 @@
-"""Recorded answers: what the 1.5B target says to the eight prompts, and what its draft would say at each position.
+"""Recorded answers: what the 1.5B target says to prompts, and what its draft would say at each position.
 
 With them the simulator runs on real texts without a model: drafts are right where they were, n-gram finds what it
 found, and the same course of events comes out every time (`bench.simulated`).
@@ -24,7 +24,7 @@ from swarm.engine.selftest import segment
 from swarm.model.tokenizer import Tokenizer
 from swarm.protocol.ids import SessionId
 from swarm.protocol.messages import RowKind, Segment
-from tests.prompts import PROMPTS
+from tests.prompts import PROMPTS, REPEATING
 
 TOKENS = 192
 PATH = Path(__file__).parent / "texts" / "answers.json"
@@ -44,24 +44,35 @@ class Text:
 
 def main() -> None:
     argparse.ArgumentParser(prog="python -m bench.recorded", description=__doc__).parse_args()
-    texts = on_core(cores()[-1], _record, TOKENS)
-    PATH.write_text(json.dumps([asdict(text) for text in texts]) + "\n")
-    for text in texts:
+    found = on_core(cores()[-1], _record, TOKENS)
+    lines = (f"{json.dumps(name)}: {json.dumps(asdict(text), separators=(',', ':'))}" for name, text in found.items())
+    PATH.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    for name, text in found.items():
         right = sum(one == other for one, other in zip(text.answer, text.drafted, strict=True))
-        print(f"{len(text.prompt)} tokens of prompt, {len(text.answer)} of answer, drafts right {right}")
+        print(f"{name}: {len(text.prompt)} tokens of prompt, {len(text.answer)} of answer, drafts right {right}")
+
+
+def texts() -> tuple[Text, ...]:
+    """Of the eight prompts, in the order of `tests.prompts.PROMPTS`."""
+    return tuple(_kept()[name] for name in PROMPTS)
+
+
+def repeating() -> tuple[Text, ...]:
+    """Of the prompts whose answers repeat them (`tests.prompts.REPEATING`)."""
+    return tuple(_kept()[name] for name in REPEATING)
 
 
 @cache
-def texts() -> tuple[Text, ...]:
-    """As they were recorded, in the order of `tests.prompts.PROMPTS`."""
-    return tuple(Text(**{name: tuple(ids) for name, ids in one.items()}) for one in json.loads(PATH.read_text()))
+def _kept() -> dict[str, Text]:
+    kept = json.loads(PATH.read_text(encoding="utf-8"))
+    return {name: Text(**{key: tuple(ids) for key, ids in one.items()}) for name, one in kept.items()}
 
 
-def _record(tokens: int) -> list[Text]:
+def _record(tokens: int) -> dict[str, Text]:
     target, draft = engine_of(Party(models.qwen_int4())), engine_of(Party(models.draft_int4(), short=True))
     tokenizer = Tokenizer.load(models.qwen_int4())
-    found = []
-    for number, prompt in enumerate(PROMPTS.values()):
+    found = {}
+    for number, (name, prompt) in enumerate((PROMPTS | REPEATING).items()):
         rows = tuple(tokenizer.encode(tokenizer.render_chat([("user", prompt)])))
         answer, drafted, margins = [], [], []
         start, kind, ids = 0, RowKind.PREFILL, rows
@@ -74,7 +85,7 @@ def _record(tokens: int) -> list[Text]:
             margins += [round(margin, 3) for margin in guess.margins]
         for engine in (target, draft):
             engine.close_session(step.session)
-        found.append(Text(rows, tuple(answer), tuple(drafted), tuple(margins)))
+        found[name] = Text(rows, tuple(answer), tuple(drafted), tuple(margins))
     return found
 
 

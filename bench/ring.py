@@ -26,6 +26,7 @@ from bench.proxy import DelayProxy
 from bench.report import pin
 from swarm.coordinator.coordinator import Coordinator, CoordinatorLimits
 from swarm.coordinator.draft_model import DraftModel
+from swarm.coordinator.idle import IdleLimits
 from swarm.coordinator.language import LanguageModel
 from swarm.coordinator.pace import Speculation
 from swarm.coordinator.requests import ChatMessage, GenerateRequest, SpeculationUsage
@@ -46,6 +47,7 @@ KV_TOKENS = 8192
 STARTING_TIMEOUT_S = 300.0
 ANSWER_TIMEOUT_S = 600.0
 
+_KEEP_NOTHING = IdleLimits(sessions=0)
 _SECRET = b"bench".ljust(32, b"-")
 
 
@@ -176,7 +178,8 @@ def _plan(nodes: Sequence[NodeId], layers: Sequence[tuple[int, int]]) -> Plan:
 
 
 class Node:
-    """A stage, its links, and a coordinator for each round of questions. Implements `RingPort` and `MeshListener`."""
+    """A stage, its links, and a coordinator for each way of drafting, which remembers what it measured, as that of a
+    node does. Implements `RingPort` and `MeshListener`."""
 
     def __init__(self, node: NodeId) -> None:
         self.node = node
@@ -255,27 +258,21 @@ async def _serve(pipe: Connection, setup: Setup, number: int, home: Path) -> Non
             if draft is not None:
                 await group.start(draft.run)
             pipe.send("ready")
+            coordinators: dict[Speculation, Coordinator] = {}
             with contextlib.suppress(EOFError):  # the other side has closed it
                 while True:
                     questions = await anyio.to_thread.run_sync(pipe.recv)
-                    pipe.send(await _answer_all(node, language, draft, questions))
+                    way = questions[0].speculation
+                    if way not in coordinators:
+                        coordinators[way] = Coordinator(node, CoordinatorLimits(speculation=way, idle=_KEEP_NOTHING))
+                        coordinators[way].set_model(language)
+                        coordinators[way].set_drafter(draft)
+                        await group.start(coordinators[way].run)
+                    node.attach(coordinators[way])
+                    pipe.send(await asyncio.gather(*(_answer(coordinators[way], one) for one in questions)))
             group.cancel_scope.cancel()
     finally:
         await server.close()
-
-
-async def _answer_all(
-    node: Node, language: LanguageModel, draft: DraftModel | None, questions: Sequence[Question]
-) -> list[Stream]:
-    """By one coordinator, with the first question's way of drafting."""
-    coordinator = Coordinator(node, CoordinatorLimits(speculation=questions[0].speculation))
-    coordinator.set_model(language)
-    coordinator.set_drafter(draft)
-    async with anyio.create_task_group() as group:
-        await group.start(coordinator.run)
-        streams = await asyncio.gather(*(_answer(coordinator, question) for question in questions))
-        await coordinator.close()
-    return list(streams)
 
 
 async def _answer(coordinator: Coordinator, question: Question) -> Stream:

@@ -28,47 +28,11 @@ from bench import models
 from bench.report import cores, first_in_line, pin, ratios, report, spread
 from bench.ring import BenchRing, Question, Setup, bench_ring
 from swarm.coordinator.pace import Speculation
-from tests.prompts import PROMPTS
+from tests.prompts import PROMPTS, REPEATING
 
 TOKENS = 128
 LENGTHS = (128, 256, 512, 1024, 2048)
 K = (1, 2, 3, 5, 7, 10)
-
-_CODE = """\
-def total(prices, tax):
-    result = 0
-    for price in prices:
-        result = result + price
-    return result + result * tax
-
-
-def average(prices):
-    if len(prices) == 0:
-        return 0
-    return total(prices, 0) / len(prices)
-
-
-def cheapest(prices):
-    result = prices[0]
-    for price in prices:
-        if price < result:
-            result = price
-    return result
-"""
-
-_TEXT = """\
-The bridge was opened on 3 May 1932 by the mayor, Helen Strand. It is 412 metres long and carries two lanes of traffic.
-The engineer was Otto Brandt, who had built the railway station in 1921. During the flood of 1954 two of its seven piers
-were damaged; they were rebuilt in 1956 under the direction of Ingrid Falk. Since 1988 it has been a protected monument.
-In 2009 the lighting was replaced, and in 2017 a path for bicycles was added on the northern side.
-"""
-
-REPEATING = {
-    "edit": f"Rename `price` to `item` and `prices` to `items` in this code. Give the whole code.\n\n{_CODE}",
-    "extract": f"Give every sentence of this text that holds a year, word for word, as a list.\n\n{_TEXT}",
-    "changes": f"Repeat this text word for word, but write every year as two digits.\n\n{_TEXT}",
-}
-"""Prompts whose answers repeat them."""
 
 ALL_PROMPTS = {**PROMPTS, **REPEATING}
 

@@ -240,7 +240,7 @@ class Drafting:
             return WAIT
         if choice.k and not guesses:
             return self._ask(len(log), choice.k if self._settings.fixed_k else count, in_flight, choice.least)
-        if not in_flight and guesses is not left and self._probe_is_due(log, copying=choice.k > 0):
+        if not in_flight and guesses is not left and self._probe_is_due(log, choice):
             return self._ask(len(log), min(count, PROBE_TOKENS), in_flight)
         warm_up = self._warm_up(len(log))
         self._guess(log, guesses)
@@ -269,7 +269,7 @@ class Drafting:
         choice = self._pace.ask(count) if left or able else None
         return choice if choice is not None and choice.k else None
 
-    def _probe_is_due(self, log: TokenLog, *, copying: bool) -> bool:
+    def _probe_is_due(self, log: TokenLog, choice: Choice) -> bool:
         """Its speed is measured with nothing else running: on one PC the ring and the draft model share a device.
 
         And while it has little to read: whole windows of copied tokens are not the time for it.
@@ -277,12 +277,12 @@ class Drafting:
         able = self._model and self._warm and self._dry_at != len(log)
         if not able or self._settings.fixed_k is not None or self._pace.plain_s is None:
             return False
-        due = len(log) - self._read >= PROBE_AFTER if self._pace.model_measured else not copying
-        return due and self._pace.promising
+        due = len(log) - self._read >= PROBE_AFTER if self._pace.model_measured else not choice.k
+        return due and self._pace.promising(choice.rate)
 
     def _warm_up(self, position: int) -> int:
         """Tokens to ask for, unawaited, so that the model reads the prompt while the ring goes on."""
-        if not self._model or self._warm or self._warming or not self._pace.promising:
+        if not self._model or self._warm or self._warming or not self._pace.promising():
             return 0
         self._asked, self._warming = position, True
         return 1

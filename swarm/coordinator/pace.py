@@ -178,10 +178,9 @@ class Pace:
     def model_measured(self) -> bool:
         return self._times.token_s is not None
 
-    @property
-    def promising(self) -> bool:
-        """It may be tried: the model would pay if it were as good as assumed and, alone on the ring, a standard error
-        better than found. In company a try breaks the others' step."""
+    def promising(self, rate: float = 0.0) -> bool:
+        """The model may be tried: it would pay, over plain decoding and over `rate`, if it were as good as assumed and,
+        alone on the ring, a standard error better than found. In company a try breaks the others' step."""
         if self._settings.fixed_k is not None:
             return True
         chance = self.chance(MODEL)
@@ -190,7 +189,7 @@ class Pace:
         chances = [chance] * self._settings.max_k
         choices = self._drafting_choices(chances, self._hoped_token_s)
         best = max(choice.rate for choice in choices)
-        return self._enough * best > self._plain_rate
+        return self._enough * best > max(rate, self._plain_rate)
 
     @property
     def _enough(self) -> float:

@@ -182,10 +182,10 @@ def test_a_model_drafts_where_stages_would_stand_idle_and_not_where_others_keep_
     for users in range(max(2, stages), 9):
         pace.share(Company(users - 1))
         assert pace.choose([MODEL] * 10, drafted=False).k == 0
-        assert not pace.promising
+        assert not pace.promising()
     pace.share(Company(0))
     assert pace.choose([MODEL] * 10, drafted=False).k > 0
-    assert pace.promising
+    assert pace.promising()
 
 
 def test_a_model_that_takes_next_to_nothing_and_is_nearly_always_right_pays_in_company() -> None:
