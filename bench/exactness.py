@@ -46,6 +46,7 @@ DEPTHS = (1, 2, 4)
 TEMPERATURES = (0.0, 0.8)
 STAGES = (1, 2, 3)
 ENGINES = (PAGED, STATEFUL)
+MODELS = ("smollm2", "qwen")
 
 AT_ONCE = 48
 """Sessions that run at the same time: each forward then holds windows of many sizes."""
@@ -236,11 +237,10 @@ def _prompts(ir: Path) -> dict[str, list[int]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.exactness", description=__doc__)
-    parser.add_argument("--model", choices=("smollm2", "qwen"), action="append", help="default: both")
     add_parts(parser)
     parser.add_argument("--quick", action="store_true", help="SmolLM2, every pair of settings, 16 tokens, nothing kept")
     arguments = parser.parse_args()
-    chosen = ["smollm2"] if arguments.quick else arguments.model or ["smollm2", "qwen"]
+    chosen = ["smollm2"] if arguments.quick else arguments.model or MODELS
     figures: dict[str, float] = {}
     for model in chosen:
         if model == "qwen":
@@ -257,22 +257,23 @@ def main() -> None:
         figures[f"{model}_drafted"] = use.drafted
         figures[f"{model}_rejected"] = use.rejected
     settings = {"models": chosen, "engines": arguments.engine, "stages": arguments.stages}
-    which = f"_{chosen[0]}" if len(chosen) == 1 else ""
-    report(f"exactness{which}{part_of(arguments)}", figures, settings, keep=not arguments.quick)
+    report(f"exactness{part_of(arguments)}", figures, settings, keep=not arguments.quick)
     sys.exit(any(figures[f"{model}_identical"] < figures[f"{model}_runs"] for model in chosen))
 
 
 def add_parts(parser: argparse.ArgumentParser) -> None:
     """Options that choose a part of the settings; for `part_of`."""
+    parser.add_argument("--model", choices=MODELS, action="append", help="default: both")
     parser.add_argument("--engine", choices=ENGINES, nargs="+", default=ENGINES, help="default: all")
     parser.add_argument("--stages", type=int, choices=STAGES, nargs="+", default=STAGES, help="default: all")
 
 
 def part_of(arguments: argparse.Namespace) -> str:
     """What names the chosen part in a file's name; empty for the whole."""
+    named = arguments.model if arguments.model and len(arguments.model) == 1 else []
     chosen = [] if len(arguments.engine) == len(ENGINES) else arguments.engine
     counts = [] if len(arguments.stages) == len(STAGES) else arguments.stages
-    return "".join(f"_{one}" for one in (*chosen, *counts))
+    return "".join(f"_{one}" for one in (*named, *chosen, *counts))
 
 
 def _shown(found: Iterable[Found], count: int) -> Iterator[Found]:

@@ -285,7 +285,6 @@ def subject_of(model: str, tokens: int) -> Subject:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.mixes", description=__doc__)
-    parser.add_argument("--model", choices=tuple(SEEDS), action="append", help="default: both")
     add_parts(parser)
     parser.add_argument("--seeds", type=_seeds, help="FIRST:END; default: as many as the model has")
     parser.add_argument("--quick", action="store_true", help="SmolLM2, two seeds, short answers, nothing kept")

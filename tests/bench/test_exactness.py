@@ -72,6 +72,7 @@ def test_a_part_has_a_name_of_its_own() -> None:
     assert part_of(parser.parse_args([])) == ""
     assert part_of(parser.parse_args(["--engine", "paged", "--stages", "1", "3"])) == "_paged_1_3"
     assert part_of(parser.parse_args(["--stages", "2"])) == "_2"
+    assert part_of(parser.parse_args(["--model", "qwen", "--engine", "stateful"])) == "_qwen_stateful"
 
 
 def test_the_cover_holds_every_pair() -> None:
