@@ -79,3 +79,37 @@ def test_resident_memory_of_a_shard_is_about_its_size(tmp_path: Path) -> None:
 
 
 BESIDE_BYTES = 64 * 1024**2
+
+FILLING = """
+import json, random, sys
+import psutil
+from bench.costs import stage_engine
+from swarm.engine.selftest import segment
+from pathlib import Path
+
+engine, _ = stage_engine(Path(sys.argv[1]), 0, 1, 1024)
+choose, found = random.Random(0), []
+for number in range(80):
+    prompt = segment(number, 0, [choose.randrange(1000, 40_000) for _ in range(choose.choice((40, 60, 80, 100)))])
+    engine.run([prompt])
+    engine.close_session(prompt.session)
+    found.append(psutil.Process().memory_info().rss)
+print(json.dumps(found))
+"""
+
+
+def test_beginnings_that_are_kept_fill_the_pool_and_then_memory_stands_still() -> None:
+    """Blocks of prompts stay for those that begin alike; memory is touched as blocks are first used, and no more of it
+    once all were."""
+    ended = subprocess.run(
+        [sys.executable, "-c", FILLING, str(smollm2_ir(cache_directory()))],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    pool_bytes = 1024 * 23_040
+    assert found[39] - found[0] > 0.3 * pool_bytes, "it was filled"
+    assert max(found[40:]) - found[39] < 0.1 * pool_bytes
