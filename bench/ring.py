@@ -116,7 +116,7 @@ class BenchRing:
         """All at once, the first from the first node, the second from the second, and so on around."""
 
         async def one(number: int, asked: list[Question]) -> list[Stream]:
-            self._pipes[number].send(asked)
+            self._pipes[number].send((asked, len(questions) - len(asked)))
             streams: list[Stream] = await _receive(self._pipes[number], ANSWER_TIMEOUT_S)
             return streams
 
@@ -186,6 +186,8 @@ class Node:
         self.plan = NO_PLAN
         self.mesh = Mesh(node, self)
         self.worker: StageWorker | None = None
+        self.elsewhere = 0
+        """Sessions of other nodes; nodes tell each other so in their reports."""
         self._listener: RingListener | None = None
 
     def join(self, plan: Plan, engine: Engine) -> StageWorker:
@@ -194,7 +196,7 @@ class Node:
         return self.worker
 
     def loads(self) -> tuple[RingLoad, ...]:
-        return (RingLoad(),)
+        return (RingLoad(sessions=self.elsewhere),)
 
     def attach(self, listener: RingListener) -> None:
         self._listener = listener
@@ -261,7 +263,7 @@ async def _serve(pipe: Connection, setup: Setup, number: int, home: Path) -> Non
             coordinators: dict[Speculation, Coordinator] = {}
             with contextlib.suppress(EOFError):  # the other side has closed it
                 while True:
-                    questions = await anyio.to_thread.run_sync(pipe.recv)
+                    questions, node.elsewhere = await anyio.to_thread.run_sync(pipe.recv)
                     way = questions[0].speculation
                     if way not in coordinators:
                         coordinators[way] = Coordinator(node, CoordinatorLimits(speculation=way, idle=_KEEP_NOTHING))
