@@ -3,7 +3,8 @@
 With them the simulator runs on real texts without a model: drafts are right where they were, n-gram finds what it
 found, and the same course of events comes out every time (`bench.simulated`).
 
-``python -m bench.recorded`` records them anew, into ``bench/texts/answers.json``.
+``python -m bench.recorded`` records them anew, into ``bench/texts/answers.json``, and tells how often drafts are right
+by how sure the model is of them; ``--kept`` tells it of those that are there.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from bench import models
 from bench.drafts import Party, engine_of
 from bench.engines import Over
 from bench.report import cores, on_core
+from swarm.coordinator.times import LEVELS, MARGINS, confidence
 from swarm.engine.base import Engine, Output
 from swarm.engine.selftest import segment
 from swarm.model.tokenizer import Tokenizer
@@ -43,13 +45,31 @@ class Text:
 
 
 def main() -> None:
-    argparse.ArgumentParser(prog="python -m bench.recorded", description=__doc__).parse_args()
+    parser = argparse.ArgumentParser(prog="python -m bench.recorded", description=__doc__)
+    parser.add_argument("--kept", action="store_true", help="record nothing")
+    if not parser.parse_args().kept:
+        record()
+    tell(texts())
+
+
+def record() -> None:
     found = on_core(cores()[-1], _record, TOKENS)
     lines = (f"{json.dumps(name)}: {json.dumps(asdict(text), separators=(',', ':'))}" for name, text in found.items())
     PATH.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
     for name, text in found.items():
         right = sum(one == other for one, other in zip(text.answer, text.drafted, strict=True))
         print(f"{name}: {len(text.prompt)} tokens of prompt, {len(text.answer)} of answer, drafts right {right}")
+
+
+def tell(told: Sequence[Text]) -> None:
+    """How often drafts are right, by the margin that each is at least ahead."""
+    verdicts: dict[int, list[bool]] = {}
+    for text in told:
+        for token, drafted, margin in zip(text.answer, text.drafted, text.margins, strict=True):
+            verdicts.setdefault(confidence(margin), []).append(token == drafted)
+    for least, source in zip((0.0, *MARGINS), LEVELS[1:], strict=True):
+        right = verdicts.get(source, [])
+        print(f"ahead by {least} or more: {sum(right)} of {len(right)} right")
 
 
 def texts() -> tuple[Text, ...]:

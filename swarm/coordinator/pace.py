@@ -94,7 +94,7 @@ ENOUGH_BY_CROWD = 0.05
 LEAST_ENOUGH = 0.8
 
 CONFIDENT = 1.08
-"""What it brings to draft as far as the model is sure, over the best constant k (recorded texts, `bench.simulated`)."""
+"""What it brings to draft as far as the model is sure, over the best constant k (recorded texts; docs/log.md)."""
 
 SURE = 0.7
 """In company: the least chance that all of a window's drafts are right, the next one too. Long windows that do not come
@@ -296,15 +296,14 @@ class Pace:
         choice = self.choose([MODEL] * count, drafted=False)
         if not choice.k or self._settings.fixed_k is not None:
             return choice
-        chance = self.chance(MODEL)
-        longer = [
-            one
-            for one in self._drafting_choices([chance] * (choice.k + 1), self._assumed_token_s)
-            if one.depth == choice.depth and one.k >= choice.k
+        chance, k = self.chance(MODEL), max(1, min(choice.k, self._settings.max_k - 1))
+        seconds = [
+            _expected(chance, one.k) / one.rate
+            for one in self._drafting_choices([chance] * (k + 1), self._assumed_token_s)
+            if one.depth == choice.depth and one.k >= k
         ]
-        seconds = [_expected(chance, one.k) / one.rate for one in longer]
         rate = CONFIDENT * choice.rate
-        least = rate * max(0.0, seconds[-1] - seconds[0])
+        least = rate * max(0.0, seconds[-1] - seconds[0])  # the price of one more, with k or as near as is allowed
         return replace(choice, rate=rate, least=max(least, SURE) if self._company.others else least)
 
     def _candidates(self, chances: Sequence[float], drafted: bool, depth: int | None) -> Iterator[Choice]:

@@ -94,6 +94,16 @@ def test_a_dear_draft_goes_on_only_as_far_as_the_model_is_sure() -> None:
     assert shared.ask(10).least >= SURE, "others wait for it"
 
 
+def test_a_model_that_may_draft_no_more_than_it_should_still_stops_where_it_doubts() -> None:
+    for most in (2, 3, 10):
+        pace = measured(settings=Speculation(max_k=most))
+        teach(pace, MODEL, 1.0, 400)
+        for _ in range(FIRST_DRAFTS):
+            pace.drafted(1, 0.01)
+        assert pace.choose([MODEL] * most, drafted=False).k == most
+        assert pace.ask(most).least > 0.05
+
+
 def test_drafts_that_are_made_whatever_they_cost_are_made_whole() -> None:
     pace = measured(settings=Speculation(fixed_k=5))
     teach(pace, MODEL, 0.8)
